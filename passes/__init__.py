@@ -1,0 +1,1 @@
+"""FX graph passes, one file each; installed as `ple_compile.passes`."""

@@ -1,0 +1,1 @@
+"""The fused operators of the `ple::` namespace, one file each."""
