@@ -170,7 +170,7 @@ def _check(tokens: Tensor, context: Tensor | None, multipliers: Tensor, sizes: T
         )
 
 
-op = define(
+ngram_ids = define(
     "ngram_ids(Tensor tokens, Tensor? context, Tensor multipliers, Tensor sizes, Tensor offsets, int eos) -> Tensor",
     cpu=reference,
     cuda=launch,
