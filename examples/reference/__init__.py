@@ -1,9 +1,14 @@
-"""A readable Qwen4Exp in plain PyTorch, with its parameters named as in transformers:
+"""A readable Qwen4Exp in plain PyTorch, with its parameters named as in transformers.
 
-model = ForCausalLM(Config.from_transformers(hf.config))
-model.load_state_dict(hf.state_dict())                   # Qwen4ExpForCausalLM
-model.load_state_dict(text_weights(hf.state_dict()))     # the text side of Qwen4ExpForConditionalGeneration,
-                                                         # with Config.from_transformers(hf.config.text_config)
+Weights of a `Qwen4ExpForCausalLM` load as they are, and so do the text weights of a `Qwen4ExpForConditionalGeneration`:
+
+    model = ForCausalLM(Config.from_transformers(hf.config))
+    model.load_state_dict(hf.state_dict())
+
+    model = ForCausalLM(Config.from_transformers(hf.config.text_config))
+    model.load_state_dict(text_weights(hf.state_dict()))
+
+`packed` and `packed_model` run the same weights on ragged batches, as servers do.
 """
 
 from .cache import Cache

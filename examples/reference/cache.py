@@ -49,3 +49,21 @@ class Cache:
         self.positions.scatter_(1, index, positions)
         self.lengths.add_(index.shape[1])
         return self.counts, self.positions
+
+    def rows(self, slots: Tensor) -> Cache:
+        """Copies of some rows, to run the padded layers on; PLE works on its pool of slots itself and has no part."""
+        layers = [LayerState(type(layer.mixer)(*(t[slots] for t in layer.mixer)), None) for layer in self.layers]
+        return Cache(self.lengths[slots], self.counts[slots], self.positions[slots], layers)
+
+    def put_rows(self, slots: Tensor, rows: Cache) -> None:
+        for mine, theirs in zip(self.tensors(), rows.tensors()):
+            mine[slots] = theirs
+
+    def clear(self, slots: Tensor) -> None:
+        """Make rows ready for new requests; a PLE slot needs nothing, `has_initial_state` says that it is stale."""
+        for tensor in self.tensors():
+            tensor[slots] = torch.zeros((), dtype=tensor.dtype, device=tensor.device)
+
+    def tensors(self) -> list[Tensor]:
+        """All but PLE's."""
+        return [self.lengths, self.counts, self.positions, *(t for layer in self.layers for t in layer.mixer)]

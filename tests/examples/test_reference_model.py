@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from examples.reference import Config, ForCausalLM, flash_next, text_weights, tiny
+from examples.reference.packed import PackedBatch, PackedPLE
 
 pytest.importorskip("transformers.models.qwen4_exp")
 from transformers import DynamicCache
@@ -183,6 +184,39 @@ def test_text_side_of_conditional_generation():
     model.load_state_dict(text_weights(hf.state_dict()))
     ids = random_ids(2, 11)
     assert_close(model(ids), hf(input_ids=ids, use_cache=False).logits)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_ple_layer_rounds_where_transformers_does(dtype):
+    """In low precision the layer is bit-equal, padded and packed."""
+    hf, model = build_pair(CONFIGS["three_ple_layers"])
+    theirs, padded = hf.model.layers[1].ple.to(dtype), model.model.layers[1].ple.to(dtype)
+    packed = PackedPLE(model.config, ple_index=1).to(dtype)
+    packed.load_state_dict(padded.state_dict())
+    ids, streams = random_ids(2, 23), torch.randn(2, 23, 48, generator=torch.Generator().manual_seed(0)).to(dtype)
+    expected = theirs(streams, ids, None)
+    assert torch.equal(padded(streams, ids), expected)
+    batch = PackedBatch(
+        query_start_loc=torch.tensor([0, 23, 46]),
+        ngram_context=torch.full((2, 2), 3),
+        state_indices=torch.tensor([1, 2]),
+        has_initial_state=torch.zeros(2, dtype=torch.bool),
+    )
+    pool = torch.zeros(3, 48, 9, dtype=dtype)
+    assert torch.equal(packed(streams.flatten(0, 1), ids.flatten(), batch, pool), expected.flatten(0, 1))
+
+
+@torch.enable_grad()
+def test_gradients():
+    hf, model = build_pair(CONFIGS["tiny"])
+    ids = random_ids(2, 11)
+    model(ids).square().sum().backward()
+    hf_logits(hf, ids).square().sum().backward()
+    theirs = {name: parameter.grad for name, parameter in hf.named_parameters()}
+    for name, parameter in model.named_parameters():
+        assert (parameter.grad is None) == (theirs[name] is None), name
+        if parameter.grad is not None:
+            assert (parameter.grad - theirs[name]).abs().max() <= 2e-5 * theirs[name].abs().max(), name
 
 
 def test_full_graph_with_any_length():

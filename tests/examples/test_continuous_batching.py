@@ -1,0 +1,36 @@
+"""The serving loop: its own comparison with one request at a time, and that the comparison would notice."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from examples.continuous_batching import Piece, Request, main
+from examples.reference import tiny
+from examples.reference.packed import PackedPLE
+
+
+@pytest.mark.parametrize("options", [[], ["--chunk-size", "3", "--slots", "2"], ["--backend", "aot_eager"]])
+def test_tokens_equal_one_request_at_a_time(options, capsys):
+    result = main([*options, "--seed", "1"])
+    assert result["requests"] == 12 and result["tokens"] > 50
+    assert result["mixed"] > 5 and result["decode"] > 5
+    assert "all equal" in capsys.readouterr().out
+
+
+def test_comparison_notices_a_stale_slot(monkeypatch):
+    forward = PackedPLE.forward
+
+    def without_has_initial_state(self, streams, input_ids, batch, conv_pool):
+        stale = batch._replace(has_initial_state=torch.ones_like(batch.has_initial_state))
+        return forward(self, streams, input_ids, stale, conv_pool)
+
+    monkeypatch.setattr(PackedPLE, "forward", without_has_initial_state)
+    with pytest.raises(AssertionError, match="batched .* alone"):
+        main(["--requests", "24", "--seed", "1"])
+
+
+def test_placeholder_in_the_context_is_refused():
+    request = Request(prompt=[5, -1, 7], max_new_tokens=1, computed=2)
+    with pytest.raises(ValueError, match="ngram_context"):
+        Piece(request, end=3).context(tiny())
