@@ -1,0 +1,46 @@
+"""Finding a model's n-gram tables by what they are, not by what they are called."""
+
+from collections import Counter
+from dataclasses import dataclass
+
+from torch import nn
+
+
+@dataclass(frozen=True)
+class Table:
+    name: str  # of the weight, as in state_dict
+    owner: nn.Module  # the module that holds the hash buffers
+    embedding: nn.Embedding
+
+    @property
+    def weight(self) -> nn.Parameter:
+        weight = self.embedding._parameters["weight"]
+        assert weight is not None
+        return weight
+
+
+def find_tables(model: nn.Module) -> list[Table]:
+    """Every `nn.Embedding` inside a module that owns the buffers of an n-gram hash, in the model's order."""
+    found, seen = [], set()
+    for owner_name, owner in model.named_modules():
+        if not _owns_ngram_hash(owner):
+            continue
+        for name, module in owner.named_modules(prefix=owner_name):
+            if isinstance(module, nn.Embedding) and id(module) not in seen:
+                seen.add(id(module))
+                found.append(Table(f"{name}.weight" if name else "weight", owner, module))
+    return found
+
+
+def _owns_ngram_hash(module: nn.Module) -> bool:
+    """N multipliers, and sizes and offsets of N - 1 times as many heads: three 1-D integer buffers of such lengths."""
+    lengths = Counter(
+        buffer.numel()
+        for buffer in module.buffers(recurse=False)
+        if buffer.dim() == 1 and not buffer.dtype.is_floating_point and buffer.dtype.itemsize == 8
+    )
+    for ngram in lengths:
+        others = lengths - Counter([ngram])
+        if ngram >= 2 and any(count >= 2 and heads % (ngram - 1) == 0 for heads, count in others.items()):
+            return True
+    return False

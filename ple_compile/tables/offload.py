@@ -1,0 +1,114 @@
+"""`offload_tables`: n-gram tables in page-locked host memory, in place.
+
+The parameter stays what it was, the host tensor at the same address (unless it was on another device), so
+`state_dict`, `load_state_dict` and `save_pretrained` see nothing new. The embedding's class becomes a subclass of
+itself that keeps the table on the host when the model is moved, and page-locks it again when it is replaced through
+the module (`.to(dtype)`, `load_state_dict(assign=True)`). A replacement that the module does not see (`.data = ...`)
+is refused by the lookup, since that memory is not page-locked; call `offload_tables` again.
+
+To share one table between the processes of a node, put it into shared memory first (`weight.share_memory_()`), hand
+the model to the processes, and call `offload_tables` in each: every process page-locks the same pages.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ple_compile.tables import pinning
+from ple_compile.tables.find import find_tables
+
+
+def offload_tables(model: nn.Module) -> list[str]:
+    """Keep the model's n-gram tables in page-locked host memory; returns their names.
+
+    A table on the CPU is page-locked where it lies; one on a GPU moves to the host first; one on the meta device gets
+    host memory of its exact size, to be filled by `load_state_dict`. Page-locking takes about 0.1 s per GB.
+    """
+    tables = find_tables(model)
+    if not tables:
+        raise ValueError(
+            f"offload_tables: {type(model).__name__} has no n-gram table, that is no nn.Embedding inside a module with "
+            "the integer buffers of an n-gram hash (multipliers, sizes, offsets); pass a model with PLE layers"
+        )
+    if not pinning.available():
+        raise ValueError("offload_tables: no CUDA device to read the tables; leave them where they are on a CPU")
+    for table in tables:
+        _check_weight(table.name, table.weight)
+    allocated: dict[int, nn.Parameter] = {}
+    for table in tables:
+        weight = table.weight
+        if weight.is_meta:
+            # Not torch's pinned allocator, which rounds 95 GiB up to 128.
+            if id(weight) not in allocated:
+                allocated[id(weight)] = nn.Parameter(torch.empty_like(weight, device="cpu"), weight.requires_grad)
+            table.embedding.weight = allocated[id(weight)]
+        elif weight.device.type != "cpu":
+            weight.data = weight.data.cpu()
+        pinning.page_lock(table.weight, table.name)
+        table.embedding.__class__ = _offloaded(_base_class(table.embedding))
+    return [table.name for table in tables]
+
+
+def is_offloaded(embedding: nn.Module) -> bool:
+    return isinstance(embedding, _Offloaded)
+
+
+class _Offloaded:
+    """What an embedding whose table stays on the host does differently; mixed in before its own class."""
+
+    _parameters: dict[str, nn.Parameter | None]
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        table = self._parameters["weight"]
+        assert table is not None
+        # What `fn` would do to the table, found out on no rows.
+        probe = fn(torch.empty_like(table.detach()[:0]))
+        if probe.is_shared() and not probe.is_cuda and not table.is_shared():
+            raise ValueError("share_memory would move the page-locked table; call it before offload_tables")
+        self._parameters["weight"] = None
+        try:
+            super()._apply(fn, recurse)  # type: ignore[misc]
+        finally:
+            self._parameters["weight"] = table
+        if probe.is_meta:
+            self._parameters["weight"] = nn.Parameter(fn(table.detach()), table.requires_grad)
+        elif probe.dtype != table.dtype:
+            table.data = table.data.to(probe.dtype)
+            pinning.page_lock(table)
+        return self
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        super()._load_from_state_dict(*args)  # type: ignore[misc]
+        table = self._parameters["weight"]
+        if table is not None and table.device.type == "cpu":
+            pinning.page_lock(table)
+
+    def __reduce_ex__(self, protocol: Any) -> tuple:
+        # The class is made on the fly, so copies and pickles name the class that it was made from.
+        return _revive, (_base_class(self),), self.__dict__
+
+
+@functools.cache
+def _offloaded(base: type) -> type:
+    return type(f"Offloaded{base.__name__}", (_Offloaded, base), {"__module__": __name__})
+
+
+def _base_class(embedding: object) -> type:
+    return type(embedding).__mro__[2] if isinstance(embedding, _Offloaded) else type(embedding)
+
+
+def _revive(base: type) -> object:
+    return object.__new__(_offloaded(base))
+
+
+def _check_weight(name: str, weight: nn.Parameter) -> None:
+    if type(weight) is not nn.Parameter or weight.layout != torch.strided:
+        raise ValueError(
+            f"offload_tables: {name} is a {type(weight).__name__}; offload a plain parameter, before it is sharded or "
+            "wrapped"
+        )
+    if not weight.is_contiguous():
+        raise ValueError(f"offload_tables: {name} has strides {weight.stride()}; make it contiguous first")

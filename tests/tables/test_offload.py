@@ -1,0 +1,211 @@
+"""offload_tables: the table stays where it is, and so does everything that people do with a module."""
+
+import copy
+import gc
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+from ple_compile.ops import lookup
+from ple_compile.tables import pinning
+from ple_compile.tables.find import find_tables
+from ple_compile.tables.offload import is_offloaded, offload_tables
+
+
+class NGrams(nn.Module):
+    """An n-gram embedding with names of its own."""
+
+    def __init__(self, rows=64, width=8, ngram=3, heads=4, embedding=nn.Embedding):
+        super().__init__()
+        self.register_buffer("seeds", torch.arange(ngram))
+        self.register_buffer("moduli", torch.full(((ngram - 1) * heads,), rows // heads))
+        self.register_buffer("starts", torch.arange((ngram - 1) * heads))
+        self.rows = embedding(rows, width)
+
+
+class Scaled(nn.Embedding):
+    """Like transformers' FP8Embedding: a table and a scale."""
+
+    def __init__(self, rows, width):
+        super().__init__(rows, width)
+        self.scale = nn.Parameter(torch.ones(1))
+
+
+class Model(nn.Module):
+    def __init__(self, **settings):
+        super().__init__()
+        self.words = nn.Embedding(10, 8)
+        self.block = nn.ModuleDict({"ngrams": NGrams(**settings), "out": nn.Linear(8, 8)})
+
+    @property
+    def table(self):
+        return self.block["ngrams"].rows
+
+
+NAME = "block.ngrams.rows.weight"
+
+
+@pytest.mark.parametrize("ngram, heads", [(2, 1), (2, 2), (2, 8), (3, 1), (3, 8), (4, 2)])
+def test_finds_the_table_by_its_owner(ngram, heads):
+    model = Model(ngram=ngram, heads=heads)
+    (table,) = find_tables(model)
+    assert table.name == NAME and table.embedding is model.table and table.owner is model.block["ngrams"]
+    assert table.weight is dict(model.named_parameters())[NAME]
+    assert find_tables(model.block["ngrams"])[0].name == "rows.weight"
+
+
+def test_finds_none_where_there_is_none():
+    model = Model()
+    del model.block["ngrams"].starts
+    assert find_tables(model) == [] and find_tables(nn.Embedding(4, 4)) == []
+
+
+def test_locks_in_place(driver):
+    model = Model()
+    weight = model.table.weight
+    address, value, state = weight.data_ptr(), weight.clone(), list(model.state_dict())
+    assert offload_tables(model) == [NAME]
+    assert model.table.weight is weight and weight.data_ptr() == address and torch.equal(weight, value)
+    assert driver.covers(weight) and is_offloaded(model.table) and isinstance(model.table, nn.Embedding)
+    assert list(model.state_dict()) == state and "OffloadedEmbedding(64, 8)" in repr(model)
+    ids = torch.tensor([3, 5])
+    assert torch.equal(model.table(ids), value[ids])
+    assert offload_tables(model) == [NAME]
+    assert len(driver.locked) == 1 and type(model.table).__mro__.count(nn.Embedding) == 1
+
+
+def test_moving_the_model_leaves_the_table(driver):
+    model = Model(embedding=Scaled)
+    offload_tables(model)
+    weight, order = model.table.weight, list(model.state_dict())
+    addresses = {name: p.data_ptr() for name, p in model.named_parameters()}
+    assert model._apply(torch.clone) is model  # as `.to(device)` does: new memory for everything
+    moved = {name for name, p in model.named_parameters() if p.data_ptr() != addresses[name]}
+    assert moved == addresses.keys() - {NAME}
+    assert model.table.weight is weight and driver.covers(weight) and list(model.state_dict()) == order
+
+
+def test_moving_to_the_meta_device_lets_go_of_the_memory(driver):
+    model = Model()
+    offload_tables(model)
+    model.to("meta")
+    gc.collect()
+    assert model.table.weight.is_meta and model.block["out"].weight.is_meta and not driver.locked
+
+
+def test_changing_the_type_converts_and_locks_again(driver):
+    model = Model()
+    offload_tables(model)
+    expected = model.table.weight.detach().bfloat16()
+    parameter = model.table.weight
+    model.to(torch.bfloat16)
+    gc.collect()
+    assert model.table.weight is parameter and torch.equal(parameter, expected)
+    assert driver.covers(parameter) and len(driver.locked) == 1
+    assert model.block["out"].weight.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_load_state_dict(driver, assign):
+    model, other = Model(), Model()
+    offload_tables(model)
+    address = model.table.weight.data_ptr()
+    model.load_state_dict(other.state_dict(), assign=assign)
+    assert torch.equal(model.table.weight, other.table.weight)
+    assert driver.covers(model.table.weight)
+    assert (model.table.weight.data_ptr() == address) != assign
+
+
+def test_meta_table_gets_host_memory_and_is_loaded(driver):
+    with torch.device("meta"):
+        model = Model()
+    offload_tables(model)
+    weight = model.table.weight
+    assert weight.device.type == "cpu" and driver.covers(weight)
+    assert weight.untyped_storage().nbytes() == weight.nbytes and model.block["out"].weight.is_meta
+    model.to_empty(device="cpu")
+    assert model.table.weight is weight
+    other = Model()
+    model.load_state_dict(other.state_dict())
+    assert torch.equal(weight, other.table.weight) and driver.covers(weight)
+
+
+def test_copies_are_independent_and_not_locked(driver):
+    model = Model()
+    offload_tables(model)
+    for clone in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert is_offloaded(clone.table) and torch.equal(clone.table.weight, model.table.weight)
+        assert clone.table.weight.data_ptr() != model.table.weight.data_ptr()
+        assert not pinning.is_page_locked(clone.table.weight)
+        offload_tables(clone)
+        assert driver.covers(clone.table.weight)
+
+
+def test_shared_memory_is_locked_where_it_lies(driver):
+    model = Model()
+    model.table.weight.share_memory_()
+    address = model.table.weight.data_ptr()
+    offload_tables(model)
+    assert model.table.weight.is_shared() and model.table.weight.data_ptr() == address
+    assert driver.covers(model.table.weight)
+    model.share_memory()
+
+
+def test_shared_memory_after_offloading_is_refused(driver):
+    model = Model()
+    offload_tables(model)
+    with pytest.raises(ValueError, match="before offload_tables"):
+        model.share_memory()
+
+
+def test_a_table_tied_between_two_layers_is_one(driver):
+    with torch.device("meta"):
+        model = nn.ModuleList([NGrams(), NGrams()])
+        model[1].rows.weight = model[0].rows.weight
+    offload_tables(model)
+    assert model[1].rows.weight is model[0].rows.weight and len(driver.locked) == 1
+
+
+def test_refusals(driver, monkeypatch):
+    with pytest.raises(ValueError, match="Linear has no n-gram table"):
+        offload_tables(nn.Linear(2, 2))
+    model = Model()
+    model.table.weight = nn.Parameter(torch.randn(8, 64).T)
+    with pytest.raises(ValueError, match="contiguous"):
+        offload_tables(model)
+    model = Model()
+    driver.refuse_after = 0
+    with pytest.raises(ValueError, match="refused"):
+        offload_tables(model)
+    assert not is_offloaded(model.table)
+    monkeypatch.setattr(pinning, "available", lambda: False)
+    with pytest.raises(ValueError, match="no CUDA device"):
+        offload_tables(model)
+
+
+def test_swapped_data_is_refused_not_read(driver):
+    """The lookup itself looks at the memory it is about to read."""
+    model = Model()
+    offload_tables(model)
+    ids = torch.zeros(2, dtype=torch.int64, device="meta")  # any device but the table's
+    lookup.check_arguments(model.table.weight, ids)
+    model.table.weight.data = torch.randn(64, 8)
+    with pytest.raises(ValueError, match="pageable"):
+        lookup.check_arguments(model.table.weight, ids)
+
+
+def test_transformers_model_saves_and_loads(driver, tmp_path):
+    pytest.importorskip("transformers")
+    from tests.whole_graph.tiny_qwen4exp import make_model
+
+    model = make_model(split_ngram_parts=4, ple_layer_ids=[1, 3])
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    names = offload_tables(model)
+    assert names == [f"model.layers.{i}.ple.ple_embedding.ngram_embedding.weight" for i in (0, 2)]
+    with torch.no_grad():
+        model(torch.tensor([[5, 3, 9]]))
+    model.save_pretrained(tmp_path)
+    reloaded = type(model).from_pretrained(tmp_path).state_dict()
+    assert reloaded.keys() == state.keys() and all(torch.equal(reloaded[name], state[name]) for name in state)

@@ -1,0 +1,82 @@
+"""Page-locking: all of the storage, once, until it dies; refusals leave nothing behind."""
+
+import gc
+import resource
+
+import pytest
+import torch
+
+from ple_compile.tables import pinning
+
+
+def test_locks_the_whole_storage_until_it_dies(driver):
+    tensor = torch.randn(100, 40)
+    pinning.page_lock(tensor[10:20])
+    assert driver.covers(tensor) and pinning.is_page_locked(tensor) and pinning.is_page_locked(tensor[50:])
+    view = tensor[3:4]
+    del tensor
+    gc.collect()
+    assert pinning.is_page_locked(view)
+    del view
+    gc.collect()
+    assert not driver.locked and not pinning._LOCKED
+
+
+def test_locking_again_does_nothing(driver):
+    tensor = torch.randn(100)
+    pinning.page_lock(tensor)
+    pinning.page_lock(tensor.detach())
+    assert len(driver.locked) == 1
+
+
+def test_swapping_data_releases_the_old_memory(driver):
+    parameter = torch.nn.Parameter(torch.randn(100))
+    pinning.page_lock(parameter)
+    parameter.data = torch.randn(100)
+    gc.collect()
+    assert not driver.locked and not pinning.is_page_locked(parameter)
+
+
+def test_chunks_cover_everything_and_meet_at_page_borders(driver, monkeypatch):
+    monkeypatch.setattr(pinning, "_CHUNK_BYTES", 8192)
+    tensor = torch.empty(50_001, dtype=torch.uint8)
+    pinning.page_lock(tensor)
+    assert driver.covers(tensor) and len(driver.locked) > 5
+    borders = sorted(driver.locked)[1:]
+    assert all(address % 4096 == 0 for address in borders)
+    assert sum(driver.locked.values()) == tensor.nbytes
+    del tensor
+    gc.collect()
+    assert not driver.locked
+
+
+def test_a_refusal_says_what_to_raise_and_undoes_what_was_done(driver, monkeypatch):
+    monkeypatch.setattr(pinning, "_CHUNK_BYTES", 8192)
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (2**23, 2**23))
+    driver.refuse_after = 30_000
+    tensor = torch.empty(50_001, dtype=torch.uint8)
+    with pytest.raises(
+        ValueError, match=r"page-locking big was refused .*error 2.*ulimit -l\) is 0.01 GiB.*memlock=-1"
+    ):
+        pinning.page_lock(tensor, "big")
+    assert not driver.locked and driver.cleared == 1 and not pinning.is_page_locked(tensor)
+    driver.refuse_after = None
+    pinning.page_lock(tensor)
+    assert driver.covers(tensor)
+
+
+def test_an_empty_tensor_needs_no_lock(driver):
+    pinning.page_lock(torch.empty(0, 8))
+    assert not driver.locked
+
+
+def test_no_view_of_pageable_memory():
+    with pytest.raises(ValueError, match="pageable"):
+        pinning.cuda_view(torch.randn(4, 4))
+
+
+def test_progress_is_logged(driver, caplog):
+    caplog.set_level("INFO", logger="ple_compile")
+    tensor = torch.randn(4, 4)
+    pinning.page_lock(tensor, "model.table")
+    assert "page-locking model.table" in caplog.text and "page-locked model.table in" in caplog.text
