@@ -1,0 +1,107 @@
+"""A lookup in two halves: `lookup_start` begins to fetch the rows on a side stream, `lookup_wait` hands them over.
+
+    flight = ple.lookup_start(table, ids)
+    ...                                        anything else
+    rows = ple.lookup_wait(flight, table, ids) # equals ple.lookup(table, ids)
+
+The flight is a one-byte tensor that stands for the transfer: it carries the rows' buffer and the event to wait for as
+a Python attribute, so the wait can hand over that very buffer, without a copy and without an output that aliases a
+graph-visible input. Its data dependence states the order. Nothing is shared between two flights.
+
+Memory and streams: the buffer is allocated on the caller's stream before the fork and released on it after the join.
+`table` and `ids` are arguments of the wait too, so no compiler frees or reuses their memory while the side stream
+reads it. Each caller's stream has its own side stream, so a CUDA-graph capture forks and joins inside itself. A
+flight that is dropped without its wait joins when it is dropped. A wait whose flight arrives without its buffer (it
+was waited for before, or crossed from one CUDA graph to another) fetches the rows itself.
+
+The CPU does the whole lookup in the start.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ple_compile.ops import lookup
+from ple_compile.ops._library import define
+
+_SIDE_STREAMS: dict[tuple[torch.device, int], torch.cuda.Stream] = {}
+
+
+@dataclass(eq=False)
+class _Transfer:
+    """Rows that a side stream is writing, and what it reads meanwhile."""
+
+    rows: Tensor
+    inputs: tuple[Tensor, Tensor]
+    main: torch.cuda.Stream
+    done: torch.cuda.Event
+    joined: bool = False
+
+    def join(self) -> Tensor:
+        current = torch.cuda.current_stream(self.rows.device)
+        current.wait_event(self.done)
+        if current != self.main:
+            self.rows.record_stream(current)
+        self.joined = True
+        return self.rows
+
+    def __del__(self) -> None:
+        if not self.joined:
+            self.main.wait_event(self.done)
+
+
+def start_on_cpu(table: Tensor, ids: Tensor) -> Tensor:
+    flight = torch.zeros(1, dtype=torch.uint8)
+    flight.__dict__["rows"] = lookup.reference(table, ids)
+    return flight
+
+
+def wait_on_cpu(flight: Tensor, table: Tensor, ids: Tensor) -> Tensor:
+    rows = flight.__dict__.pop("rows", None)
+    return lookup.reference(table, ids) if rows is None else rows
+
+
+def start_on_cuda(table: Tensor, ids: Tensor) -> Tensor:
+    lookup.check_arguments(table, ids)
+    rows, contiguous_ids = lookup.empty_rows(table, ids), ids.contiguous()
+    flight = torch.empty(1, dtype=torch.uint8, device=ids.device)
+    main = torch.cuda.current_stream(ids.device)
+    side = _side_stream(main)
+    side.wait_stream(main)
+    with torch.cuda.stream(side):
+        lookup.gather_into(rows, table, contiguous_ids)
+    flight.__dict__["transfer"] = _Transfer(rows, (table, contiguous_ids), main, side.record_event())
+    return flight
+
+
+def wait_on_cuda(flight: Tensor, table: Tensor, ids: Tensor) -> Tensor:
+    transfer = flight.__dict__.pop("transfer", None)
+    return lookup.launch(table, ids) if transfer is None else transfer.join()
+
+
+def _side_stream(main: torch.cuda.Stream) -> torch.cuda.Stream:
+    key = (main.device, main.cuda_stream)
+    if key not in _SIDE_STREAMS:
+        # High priority: its few programs must find a place beside kernels that fill the device.
+        _SIDE_STREAMS[key] = torch.cuda.Stream(main.device, priority=-1)
+    return _SIDE_STREAMS[key]
+
+
+def fake_start(table: Tensor, ids: Tensor) -> Tensor:
+    return ids.new_empty(1, dtype=torch.uint8)
+
+
+def fake_wait(flight: Tensor, table: Tensor, ids: Tensor) -> Tensor:
+    return lookup.fake(table, ids)
+
+
+lookup_start = define(
+    "lookup_start(Tensor table, Tensor ids) -> Tensor", cpu=start_on_cpu, cuda=start_on_cuda, fake=fake_start
+)
+lookup_wait = define(
+    "lookup_wait(Tensor flight, Tensor table, Tensor ids) -> Tensor",
+    cpu=wait_on_cpu,
+    cuda=wait_on_cuda,
+    fake=fake_wait,
+)
