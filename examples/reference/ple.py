@@ -89,7 +89,7 @@ class PLE(nn.Module):
 
         gated, normed = self.gate(streams, self.ple_embedding(tokens, older))
         if mask is not None:
-            gated, normed = (x.masked_fill(~mask.unsqueeze(-1), 0) for x in (gated, normed))
+            gated, normed = (x * mask.unsqueeze(-1) for x in (gated, normed))
         columns = normed.mT
         window = F.pad(columns, (self.reach, 0)) if state is None else torch.cat([state.conv, columns], dim=-1)
         if state is not None:

@@ -1,0 +1,44 @@
+"""Fuse the dilated short convolution and its activation.
+
+Matches:
+    permute = aten.permute(x, [0, 2, 1])                      # x [B, S, C]
+    cat = aten.cat([state, permute], -1)                      # or no state; pads and slices in any arrangement
+    convolution = aten.convolution(cat, weight, None, [1], [0], [dilation], False, [0], C)
+    silu = convolution / (exp(-convolution) + 1)              # or any spelling
+    y = aten.permute(silu, [0, 2, 1])
+Becomes:
+    y = ple.short_conv(x, weight, state, dilation)
+
+The cache update, which reads `cat` too, stays. Declines when the convolution has a bias or a stride, when its input is
+not one sequence and at most one state, when something inside is read elsewhere, or when the probe differs.
+"""
+
+from torch.fx import Graph
+
+from ple_compile.matching.gate import Declined
+from ple_compile.matching.graph import aten, cone, erase_unused, insert
+from ple_compile.matching.short_conv import find_short_convs, verify
+from ple_compile.ops.short_conv import short_conv
+from ple_compile.report import GraphReport
+
+
+def fuse_short_conv(graph: Graph, report: GraphReport) -> int:
+    """Rewrite every dilated short convolution; returns how many."""
+    count = 0
+    for node, conv in find_short_convs(graph):
+        try:
+            if isinstance(conv, Declined):
+                raise conv
+            verify(conv)
+        except Declined as reason:
+            report.declined("fuse_short_conv", node, str(reason))
+            continue
+        inside = cone([conv.activated], set(conv.leaves))
+        fused = insert(graph, conv.activated, short_conv, (conv.x, conv.weight, conv.state, conv.dilation))
+        if conv.transposed:
+            fused = insert(graph, conv.activated, aten.permute.default, (fused, [0, 2, 1]))
+        report.matched("fuse_short_conv", node)
+        conv.activated.replace_all_uses_with(fused)
+        erase_unused(inside)
+        count += 1
+    return count

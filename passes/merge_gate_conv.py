@@ -1,0 +1,113 @@
+"""Run the gate, the short convolution, the residual additions and the state update as one op.
+
+Matches:
+    gated, normed = ple.gate(...)
+    y = ple.short_conv(normed, conv_weight, state, dilation)
+    out = aten.add(gated, y)
+    out = aten.add(hidden, out)                               # where the model adds it at once
+    new_state = last columns of cat([state, normed^T])        # where there is a cache, any spelling
+Becomes:
+    out = ple.gate_conv(...)                                  # or
+    out, new_state = ple.gate_conv_update(...)
+
+Neither `gated` nor `normed` is then written to memory. Declines when someone else reads either of them.
+"""
+
+import operator
+from dataclasses import dataclass
+
+from torch.fx import Graph, Node
+
+from ple_compile.matching.gate import Declined
+from ple_compile.matching.graph import aten, calls, erase_unused, insert, size_node, value
+from ple_compile.matching.short_conv import ShortConv, find_state_writes
+from ple_compile.ops.gate import gate as gate_op
+from ple_compile.ops.gate_conv import gate_conv, gate_conv_update
+from ple_compile.ops.short_conv import short_conv
+from ple_compile.report import GraphReport
+
+
+@dataclass(frozen=True)
+class GateConv:
+    """A gate and the convolution it feeds: `root` is what the merged op returns, `writes` hold the new state."""
+
+    gate: Node
+    conv: Node
+    root: Node
+    writes: list[Node]
+    add_hidden: bool
+
+
+def merge_gate_conv(graph: Graph, report: GraphReport) -> int:
+    """Merge every gate with the short convolution that it feeds; returns how many."""
+    count = 0
+    for conv in graph.find_nodes(op="call_function", target=short_conv):
+        normed = conv.args[0]
+        if not (calls(normed, {operator.getitem}) and calls(normed.args[0], {gate_op})):
+            continue
+        try:
+            found = _find(normed.args[0], conv)
+        except Declined as reason:
+            report.declined("merge_gate_conv", conv, str(reason))
+            continue
+        _replace(graph, found)
+        report.matched("merge_gate_conv", conv)
+        count += 1
+    return count
+
+
+def _find(gate: Node, conv: Node) -> GateConv:
+    outputs = {user.args[1]: user for user in gate.users}
+    if len(outputs) != len(gate.users) or set(outputs) != {0, 1}:
+        raise Declined("an output of the gate is read more than once")
+    gated, normed = outputs[0], outputs[1]
+    x, weight, state, dilation = conv.args
+    shape = ShortConv(conv, x, weight, state, dilation, conv, transposed=False)
+    writes, reader = find_state_writes(shape)
+    if reader is not None:
+        raise Declined(f"the normed value is read by {reader.name}")
+    if state is not None and value(state).dtype != value(normed).dtype:
+        raise Declined(f"the state is {value(state).dtype}, the normed value {value(normed).dtype}")
+    if len(writes) > 1 or any(value(w).dtype != value(normed).dtype for w in writes):
+        raise Declined("the normed value goes into several states, or into one of another type")
+    root = _sole_sum(gated, conv)
+    onward = list(root.users)
+    add_hidden = len(onward) == 1 and _is_sum(onward[0], root, gate.args[2])
+    return GateConv(gate, conv, onward[0] if add_hidden else root, writes, add_hidden)
+
+
+def _sole_sum(gated: Node, conv: Node) -> Node:
+    for node in (gated, conv):
+        if len(node.users) != 1:
+            readers = ", ".join(user.name for user in node.users)
+            raise Declined(f"{node.name} is read by {readers}, not only by their sum")
+    (total,) = gated.users
+    if not _is_sum(total, gated, conv):
+        raise Declined(f"{gated.name} is read by {total.name}, which is not its sum with the convolution")
+    return total
+
+
+def _is_sum(node: Node, left: Node, right: Node) -> bool:
+    return calls(node, {aten.add.Tensor}) and not node.kwargs and set(node.args) == {left, right}
+
+
+def _replace(graph: Graph, found: GateConv) -> None:
+    key, val, hidden, norm_key, norm_query, norm_conv, mask, eps, eps_tensors, gate_dtype = found.gate.args
+    _, weight, state, dilation = found.conv.args
+    norms = (key, val, hidden, norm_key, norm_query, norm_conv, weight, mask, state)
+    settings = (eps, eps_tensors, gate_dtype, dilation, found.add_hidden)
+    interior = [found.root, *found.root.all_input_nodes, found.conv, *found.gate.users, found.gate]
+    if found.writes:
+        (write,) = found.writes
+        window = size_node(graph, found.root, write, 2)
+        both = insert(graph, found.root, gate_conv_update, (*norms, *settings, window))
+        out = insert(graph, found.root, operator.getitem, (both, 0))
+        columns = [write]
+        while columns[-1].all_input_nodes and columns[-1] is not found.conv.args[0]:
+            columns.append(columns[-1].all_input_nodes[-1])
+        write.replace_all_uses_with(insert(graph, found.root, operator.getitem, (both, 1)))
+        interior += columns
+    else:
+        out = insert(graph, found.root, gate_conv, (*norms, *settings))
+    found.root.replace_all_uses_with(out)
+    erase_unused(interior)

@@ -1,0 +1,50 @@
+"""`torch.compile(..., backend="ple")`: Inductor with the PLE passes in its post-grad slot."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from ple_compile import records, upstream
+from ple_compile.config import Config, make_config
+from ple_compile.pipeline import FusePass
+from ple_compile.stats import count_executions
+
+
+def ple(
+    gm: torch.fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    mode: str | None = None,
+    options: dict[str, Any] | None = None,
+) -> Callable:
+    """Compile one Dynamo graph; `options` are the fields of `ple_compile.Config`.
+
+    Raises ValueError for an unknown option or value, and DeclinedError under `strict`; `torch.compile` wraps both in
+    its BackendCompilerFailed at the first call.
+    """
+    return compile_graph(gm, example_inputs, make_config(options or {}, mode))
+
+
+def compile_graph(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], config: Config) -> Callable:
+    """Compile one graph under `config`, and count its PLE layers at every call."""
+    patches = config.inductor_patches()
+    name = "post_grad_custom_pre_pass"
+    users = upstream.custom_passes(patches.get(name, getattr(upstream.inductor_config, name)))
+    training = torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in example_inputs)
+    fuse = FusePass(config, training, users)
+    record = records.find(gm, example_inputs, str(fuse.uuid()))
+    fuse.nonce = record.nonce
+    patches[name] = fuse
+    graph_break = upstream.graph_break(gm)
+    compiled = upstream.compile_fx(gm, example_inputs, config_patches=patches)
+    report = records.resolve(record, fuse)
+    report.graph_break = graph_break
+    records.publish(report)
+
+    def run(*args: Any) -> Any:
+        count_executions(report.ple_layers)
+        records.executed(report)
+        return compiled(*args)
+
+    return run

@@ -1,0 +1,99 @@
+"""`ple_compile.explain`: run a call once, compiled, and tell what was fused, what was not and why."""
+
+import copy
+import json
+import pathlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ple_compile import records, regions, stats, upstream
+from ple_compile.layers import find_ple_layers
+from ple_compile.report import DECLINED, Event, GraphReport
+
+
+@dataclass(frozen=True)
+class Report:
+    """What ran in one call of a model. `graphs`: (region, report) of each compiled graph, in the order of execution."""
+
+    model: str
+    layers: list[str]
+    graphs: list[tuple[str, GraphReport]]
+
+    def events(self) -> list[tuple[str, Event]]:
+        """(layer, event) of every pass at every place, each once."""
+        found = [(_layer(self.layers, region, event), event) for region, graph in self.graphs for event in graph.events]
+        return list(dict.fromkeys(found))
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as plain lists and dicts."""
+        graphs = [{"region": region, "graph_break": g.graph_break, **g.to_dict()} for region, g in self.graphs]
+        return {"model": self.model, "layers": self.layers, "graphs": graphs}
+
+    def save(self, path: str | pathlib.Path) -> None:
+        """Write the report: JSON where the name ends in .json, text otherwise."""
+        path = pathlib.Path(path)
+        path.write_text(json.dumps(self.to_dict(), indent=1) if path.suffix == ".json" else str(self))
+
+    def __str__(self) -> str:
+        fused = sum(graph.ple_layers for _, graph in self.graphs)
+        lines = [
+            f"{self.model}: {len(self.layers)} PLE layer(s), {fused} ran fused, {len(self.graphs)} compiled graph(s)"
+        ]
+        by_layer: dict[str, list[Event]] = {layer: [] for layer in self.layers}
+        for layer, event in self.events():
+            by_layer.setdefault(layer, []).append(event)
+        for layer, events in by_layer.items():
+            lines.append(f"\n{layer or 'the model'}")
+            if not events:
+                lines.append("  no pass found anything here: this layer did not run compiled, or not in this call")
+            for event in events:
+                reason = f": {event.reason}" if event.reason else ""
+                at = (
+                    f"  [{event.node}{', ' + event.source if event.source else ''}]" if event.status == DECLINED else ""
+                )
+                lines.append(f"  {event.pass_name:<18} {event.status}{reason}{at}")
+        breaks = list(dict.fromkeys(graph.graph_break for _, graph in self.graphs if graph.graph_break))
+        if breaks:
+            lines.append("\ngraph breaks")
+            lines += [f"  {reason}" for reason in breaks]
+        return "\n".join(lines)
+
+
+def _layer(layers: list[str], region: str, event: Event) -> str:
+    """The PLE layer that an event belongs to: the longest name that its module path or its region starts with."""
+    path = f"{region}.{event.layer}" if region else event.layer
+    inside = [layer for layer in layers if layer == region or path == layer or path.startswith(layer + ".")]
+    return max(inside, key=len, default=region or event.layer)
+
+
+def explain(model: nn.Module | Callable, *args: Any, **kwargs: Any) -> Report:
+    """Run `model(*args, **kwargs)` once as compiled code and report what was fused, declined (and why), and broken.
+
+    The call runs on deep copies of the arguments, so a cache among them stays as it is, and counters and `stats` are
+    put back. A model that is not compiled is compiled for this call as `ple_compile.compile` would, and restored; what
+    was compiled stays in PyTorch's caches and serves the next call.
+    """
+    args, kwargs = copy.deepcopy(args), copy.deepcopy(kwargs)
+    is_module = isinstance(model, nn.Module)
+    compile_here = (
+        is_module and regions.config_of(model) is None and getattr(model, "_compiled_call_impl", None) is None
+    )
+    layers = list(find_ple_layers(model)) if is_module else []
+    executions = stats.stats()
+    counted = dict(upstream.counters["ple_compile"])
+    if compile_here:
+        regions.compile(model)
+    try:
+        with records.collect() as graphs, torch.no_grad():
+            model(*args, **kwargs)
+    finally:
+        if compile_here:
+            regions.restore(model)
+        stats.restore_stats(executions)
+        upstream.counters["ple_compile"].clear()
+        upstream.counters["ple_compile"].update(counted)
+    return Report(type(model).__name__ if is_module else getattr(model, "__name__", "function"), layers, graphs)

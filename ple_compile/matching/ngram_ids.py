@@ -1,0 +1,190 @@
+"""Find n-gram ids in a graph: remainders of an xor of products that become rows of an embedding.
+
+Roles come from data flow: under the remainder's divisor the one-dimensional leaf is `sizes`, under its dividend it is
+`multipliers`, any other is `offsets`. The tokens are the cut nearest the embedding that carries everything else.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch.fx import Graph, Node
+
+from ple_compile.matching import probe
+from ple_compile.matching.gate import Declined
+from ple_compile.matching.graph import (
+    CASTS,
+    DEVICE_COPIES,
+    aten,
+    calls,
+    cone,
+    depends_on,
+    dims,
+    is_tensor,
+    open_inputs,
+    outside_reader,
+    value,
+)
+
+PROBE_POSITIONS = 1024
+REMAINDERS = {aten.remainder.Tensor}
+# Moving tokens about costs nothing; the cache update reads the same concatenation.
+COLUMNS = {aten.cat.default, aten.slice.Tensor, aten.constant_pad_nd.default}
+INTEGERS = {torch.int32, torch.int64}
+
+
+@dataclass(frozen=True)
+class NgramIds:
+    """An ids candidate: leaves by role and the node it replaces. `context` may be missing."""
+
+    ids: Node
+    tokens: Node
+    context: Node | None
+    multipliers: Node
+    sizes: Node
+    offsets: Node
+    eos: int
+
+    @property
+    def tables(self) -> tuple[Node, Node, Node]:
+        return self.multipliers, self.sizes, self.offsets
+
+
+def find_embeddings(graph: Graph) -> Iterator[tuple[Node, Node]]:
+    """(embedding node, ids node on the tokens' device) for every lookup whose ids come from a remainder."""
+    for node in graph.find_nodes(op="call_function", target=aten.embedding.default):
+        ids = node.args[1]
+        while calls(ids, DEVICE_COPIES) and value(ids).dtype == value(ids.args[0]).dtype:
+            ids = ids.args[0]
+        if any(calls(n, REMAINDERS) and value(n).dtype in INTEGERS for n in cone([ids], set())):
+            yield node, ids
+
+
+def match(ids: Node) -> NgramIds:
+    """The roles behind `ids`, verified; raises `Declined` with the reason otherwise."""
+    nodes = cone([ids], set())
+    multipliers, sizes, offsets = _one_dimensional_leaves(ids, nodes)
+    if value(ids).dim() != 3:
+        raise Declined(f"{ids.name} is not [batch, sequence, heads]")
+    reason = f"{ids.name} differs from n-gram ids at every token cut"
+    for tokens, context in _token_cuts(ids, nodes):
+        leaves = {tokens, multipliers, sizes, offsets} | ({context} if context is not None else set())
+        if open_inputs([ids], leaves):
+            continue
+        inside = cone([ids], leaves)
+        for eos in _eos_candidates(inside):
+            candidate = NgramIds(ids, tokens, context, multipliers, sizes, offsets, eos)
+            try:
+                if _equals_reference(candidate, inside):
+                    return _unread_inside(candidate, inside)
+            except (probe.Unprobeable, ValueError) as error:
+                reason = str(error)
+    raise Declined(reason)
+
+
+def _unread_inside(candidate: NgramIds, inside: list[Node]) -> NgramIds:
+    sources = {candidate.tokens} | ({candidate.context} if candidate.context is not None else set())
+    interior = {n for n in depends_on(inside, sources) if not calls(n, COLUMNS)}
+    reader = outside_reader(interior - {candidate.ids}, inside)
+    if reader is not None:
+        raise Declined(f"{reader[0].name} inside the ids is read by {reader[1].name}")
+    return candidate
+
+
+def _one_dimensional_leaves(ids: Node, nodes: list[Node]) -> tuple[Node, Node, Node]:
+    remainders = [n for n in nodes if calls(n, REMAINDERS)]
+    divisors = _vectors([n.args[1] for n in remainders])
+    dividends = _vectors([n.args[0] for n in remainders])
+    rest = _vectors([ids]) - divisors - dividends
+    for role, found in (("sizes", divisors), ("multipliers", dividends), ("offsets", rest)):
+        if len(found) != 1:
+            raise Declined(f"{len(found)} one-dimensional tensors could be the {role}")
+    return dividends.pop(), divisors.pop(), rest.pop()
+
+
+def _vectors(roots: list[Node]) -> set[Node]:
+    return {n for n in open_inputs(roots, set()) if value(n).dim() == 1 and value(n).dtype in INTEGERS}
+
+
+def _token_cuts(ids: Node, nodes: list[Node]) -> Iterator[tuple[Node, Node | None]]:
+    """Possible (tokens, context), nearest to the ids first: the operands of a concatenation, or tokens alone."""
+    integers = [n for n in (*reversed(nodes), *open_inputs([ids], set())) if is_tensor(n)]
+    for node in integers:
+        if value(node).dim() != 2 or value(node).dtype not in INTEGERS:
+            continue
+        if calls(node, {aten.cat.default}) and len(node.args[0]) == 2 and (*node.args[1:], 0)[0] in (-1, 1):
+            context, tokens = (_uncast(n) for n in node.args[0])
+            if dims(tokens) == dims(ids)[:2]:
+                yield tokens, None if calls(context, {aten.full.default}) else context
+        if dims(node) == dims(ids)[:2]:
+            yield _uncast(node), None
+
+
+def _uncast(node: Node) -> Node:
+    """int32 tokens behind a cast to int64; other types keep their cast, which is part of what eager does."""
+    while calls(node, CASTS) and value(node.args[0]).dtype in INTEGERS:
+        node = node.args[0]
+    return node
+
+
+def _eos_candidates(inside: list[Node]) -> list[int]:
+    """The constants that tokens are compared with, then every other one."""
+    compared = [n for n in inside if calls(n, {aten.eq.Scalar, aten.eq.Tensor})]
+    return list(dict.fromkeys([*probe.constants(compared), *probe.constants(inside)]))
+
+
+def _equals_reference(candidate: NgramIds, inside: list[Node]) -> bool:
+    leaves = [candidate.tokens] + ([candidate.context] if candidate.context is not None else [])
+    heads = value(candidate.sizes).shape[0]
+    orders = value(candidate.multipliers).shape[0] - 1
+    if isinstance(heads, torch.SymInt) or isinstance(orders, torch.SymInt) or orders < 1 or heads % orders:
+        return False
+    generator = torch.Generator().manual_seed(0)
+    shapes = {n: tuple(value(n).shape) for n in candidate.tables}
+    env = {
+        candidate.multipliers: torch.randint(1, 2**61, shapes[candidate.multipliers], generator=generator) * 2 + 1,
+        candidate.sizes: torch.randint(900, 2**25, shapes[candidate.sizes], generator=generator),
+        candidate.offsets: torch.randint(0, 2**40, shapes[candidate.offsets], generator=generator),
+    }
+    near = {c + d for c in probe.constants(inside) for d in (-1, 0, 1)}
+    for sizes in probe.size_assignments([*leaves, *inside], leaves[1:]):
+        drawn = _draw_tokens(candidate, leaves, sizes, near, generator)
+        if not _matches(candidate, inside, sizes, env, drawn):
+            return False
+    return True
+
+
+def _draw_tokens(candidate: NgramIds, leaves: list[Node], sizes: dict, near: set[int], generator: torch.Generator):
+    """Batches of every integer leaf: half the tokens near a constant of the cone, the rest anything, negatives too."""
+    probe_sizes = probe.Probe(sizes)
+    positions = max(1, torch.Size(probe_sizes.shape(candidate.ids)[:2]).numel())
+    batches = -(-PROBE_POSITIONS // positions)
+    pool = torch.tensor(sorted(near | {candidate.eos}))
+    drawn = {}
+    for leaf in leaves:
+        shape = (batches, *probe_sizes.shape(leaf))
+        anything = torch.randint(-(2**31), 2**31 - 1, shape, generator=generator)
+        special = pool[torch.randint(len(pool), shape, generator=generator)]
+        eos = torch.full(shape, candidate.eos)
+        kind = torch.rand(shape, generator=generator)
+        tensor = torch.where(kind < 0.4, anything, torch.where(kind < 0.7, special, eos))
+        drawn[leaf] = tensor.to(value(leaf).dtype)
+    return drawn
+
+
+def _matches(candidate: NgramIds, inside: list[Node], sizes: dict, env: dict, drawn: dict[Node, torch.Tensor]) -> bool:
+    def run(*batch: torch.Tensor) -> torch.Tensor:
+        one = probe.Probe(sizes, env={**env, **dict(zip(drawn, batch))})
+        one.run(inside)
+        return one.env[candidate.ids]
+
+    tensors = list(drawn.values())
+    if tensors[0].shape[0] == 1:
+        actual = run(*(t[0] for t in tensors))[None]
+    else:
+        actual = torch.func.vmap(run)(*tensors)
+    flat = [t.flatten(0, 1) for t in tensors]
+    expected = torch.ops.ple.ngram_ids(
+        flat[0], flat[1] if len(flat) > 1 else None, *(env[n] for n in candidate.tables), candidate.eos
+    )
+    return torch.equal(actual.flatten(0, 1), expected)

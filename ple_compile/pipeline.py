@@ -1,0 +1,99 @@
+"""The order of the passes, and the one Inductor hook that runs them."""
+
+import functools
+import hashlib
+import logging
+import pathlib
+from collections.abc import Callable
+
+import torch
+from torch.fx import Graph
+
+from ple_compile import ops, passes, upstream
+from ple_compile.config import Config
+from ple_compile.passes.fuse_gate import fuse_gate
+from ple_compile.passes.fuse_ngram_ids import fuse_ngram_ids
+from ple_compile.passes.fuse_short_conv import fuse_short_conv
+from ple_compile.passes.merge_gate_conv import merge_gate_conv
+from ple_compile.passes.merge_kv_proj import merge_kv_proj
+from ple_compile.report import GraphReport
+
+log = logging.getLogger("ple_compile")
+
+FUSE = (fuse_short_conv, fuse_gate, fuse_ngram_ids, merge_kv_proj, merge_gate_conv)
+SETTINGS: dict[str, tuple[str, ...]] = {"merge_kv_proj": ("training",)}
+
+PASS_NAMES = tuple(function.__name__ for function in FUSE)
+
+
+class DeclinedError(RuntimeError):
+    """With `Config.strict`: a pass that applies to the graph declined; the message lists each with its reason."""
+
+
+@functools.cache
+def source_hash() -> str:
+    """Hash of every source file of this package: part of the key under which Inductor caches compiled graphs."""
+    folders = [pathlib.Path(__file__).parent, pathlib.Path(passes.__file__).parent, pathlib.Path(ops.__file__).parent]
+    files = sorted({file for folder in folders for file in folder.rglob("*.py")})
+    digest = hashlib.sha256()
+    for file in files:
+        digest.update(file.name.encode() + file.read_bytes())
+    return digest.hexdigest()
+
+
+class FusePass(upstream.CustomGraphPass):
+    """Runs the passes on one post-grad graph, after the user's own pass if there is one."""
+
+    def __init__(self, config: Config, training: bool, before: list[Callable]):
+        self.config = config
+        self.settings = {"training": training}
+        self.before = before
+        self.report = GraphReport()
+        self.nonce = ""
+        self.ran = False
+
+    def uuid(self) -> str | None:
+        """Sources and settings; None, which keeps Inductor from caching, where the user's pass has none."""
+        others = [p.uuid() if isinstance(p, upstream.CustomGraphPass) else None for p in self.before]
+        if None in others:
+            return None
+        return f"{source_hash()} {self.config} {self.settings} {others} {self.nonce}"
+
+    def __call__(self, graph: Graph) -> None:
+        for function in self.before:
+            function(graph)
+        self.ran = True
+        run(graph, self.config, self.report, **self.settings)
+
+
+def run(graph: Graph, config: Config, report: GraphReport, **settings: bool) -> None:
+    """Run the enabled passes on `graph`, in order; counts and reasons go to `report`."""
+    with upstream.no_dispatch_modes(), torch.no_grad(), torch.autocast("cpu", enabled=False):
+        for function in FUSE:
+            name = function.__name__
+            if not getattr(config, name):
+                continue
+            keywords = {key: settings[key] for key in SETTINGS.get(name, ())}
+            upstream.GraphTransformObserver(graph.owning_module, name, "post_grad_passes").apply_graph_pass(
+                functools.partial(_apply, function, report, keywords)
+            )
+    report.ple_layers = _complete_layers(report)
+    for event in report.declines():
+        log.info("%s declined at %s: %s", event.pass_name, event.layer or event.node, event.reason)
+    if config.strict and report.declines():
+        lines = [f"{e.pass_name} at {e.layer or e.node}: {e.reason}" for e in report.declines()]
+        raise DeclinedError("Config.strict is set and these passes declined:\n  " + "\n  ".join(lines))
+
+
+def _apply(function: Callable, report: GraphReport, keywords: dict, graph: Graph) -> None:
+    if function(graph, report, **keywords):
+        upstream.stable_topological_sort(graph)
+        graph.lint()
+        log.debug("after %s:\n%s", function.__name__, graph)
+
+
+def _complete_layers(report: GraphReport) -> int:
+    """Fused gates of layers in which no fusion declined."""
+    partial = {event.layer for event in report.declines() if event.pass_name.startswith("fuse_")}
+    fused = [e for e in report.events if e.pass_name == "fuse_gate" and e.status == "matched"]
+    return sum(event.layer not in partial for event in fused)

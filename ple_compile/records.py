@@ -1,0 +1,102 @@
+"""Reports of compiled graphs, kept beside Inductor's cache.
+
+On a compile-cache hit the passes do not run. What they did when the entry was made is read back from a small JSON
+file, so that counters, `explain` and `stats` say the same as at the first compilation.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import pathlib
+import secrets
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ple_compile import upstream
+from ple_compile.pipeline import FusePass
+from ple_compile.report import GraphReport
+
+_collectors: list[list[tuple[str, GraphReport]]] = []
+_regions: list[str] = []
+
+
+@dataclass(frozen=True)
+class Record:
+    """Where one graph's report lies. `nonce` is part of the key under which Inductor caches the graph.
+
+    A graph without a readable record gets a new nonce, so a cache hit always has its report.
+    """
+
+    file: pathlib.Path
+    nonce: str
+    report: GraphReport | None
+
+
+def find(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], salt: str) -> Record:
+    """The record of a Dynamo graph, named by its nodes, its inputs' metadata, the grad mode and `salt`."""
+    described = [str(gm.graph), salt, str(torch.is_grad_enabled()), str(torch.is_inference_mode_enabled())]
+    for x in example_inputs:
+        is_tensor = isinstance(x, torch.Tensor)
+        described.append(f"{x.dtype} {x.device} {x.shape} {x.stride()}" if is_tensor else str(type(x)))
+    name = hashlib.sha256("\n".join(described).encode()).hexdigest()
+    file = pathlib.Path(upstream.cache_dir()) / "ple_compile" / f"{name}.json"
+    try:
+        data = json.loads(file.read_text())
+        return Record(file, data["nonce"], GraphReport.from_dict(data))
+    except (OSError, ValueError, KeyError, TypeError):
+        return Record(file, secrets.token_hex(8), None)
+
+
+def resolve(record: Record, fuse: FusePass) -> GraphReport:
+    """The report of a compilation: from the passes if they ran, else from the record that their last run left."""
+    if fuse.ran:
+        _write(record.file, {"nonce": record.nonce, **fuse.report.to_dict()})
+        return fuse.report
+    return record.report or fuse.report
+
+
+def _write(file: pathlib.Path, data: dict[str, Any]) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=file.parent)
+    with os.fdopen(handle, "w") as out:
+        json.dump(data, out)
+    os.replace(name, file)
+
+
+def publish(report: GraphReport) -> None:
+    """Count a compiled graph's rewrites where PyTorch's own passes count theirs."""
+    for name, count in report.counts().items():
+        upstream.counters["ple_compile"][name] += count
+
+
+@contextlib.contextmanager
+def region(name: str) -> Iterator[None]:
+    """Names the module whose compiled code runs inside."""
+    _regions.append(name)
+    try:
+        yield
+    finally:
+        _regions.pop()
+
+
+def executed(report: GraphReport) -> None:
+    """Tell whoever collects that a compiled graph runs, and in which region."""
+    for collector in _collectors:
+        collector.append((_regions[-1] if _regions else "", report))
+
+
+@contextlib.contextmanager
+def collect() -> Iterator[list[tuple[str, GraphReport]]]:
+    """Collect (region, report) of every compiled graph that runs inside, in the order in which they run."""
+    collector: list[tuple[str, GraphReport]] = []
+    _collectors.append(collector)
+    try:
+        yield collector
+    finally:
+        # By identity: two collectors that have seen the same graphs are equal.
+        del _collectors[next(i for i, c in enumerate(_collectors) if c is collector)]

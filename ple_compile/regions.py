@@ -1,0 +1,118 @@
+"""`ple_compile.compile(model)`: compile in place, so that every execution of a PLE layer is a compiled one."""
+
+import copy
+import dataclasses
+import logging
+import types
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from ple_compile import records, upstream
+from ple_compile.config import Config, make_config
+from ple_compile.layers import find_ple_layers
+
+log = logging.getLogger("ple_compile")
+
+# One PLE layer alone has a graph for each of: cache or none, earlier state or none, one token, a prompt shorter than
+# the conv window, a longer one. PyTorch's limit of 8 per function, shared by all layers, is reached by two layers.
+RECOMPILE_LIMIT = 64
+
+_compiled_models: "weakref.WeakKeyDictionary[nn.Module, _Undo]" = weakref.WeakKeyDictionary()
+
+
+@dataclasses.dataclass
+class _Undo:
+    config: Config
+    calls: dict[str, Callable | None]
+    get_compiled_call: Callable | None
+
+
+def compile(model: nn.Module, **config: Any) -> nn.Module:
+    """Compile `model` in place with `backend="ple"`, and return it.
+
+    The compiled regions are the PLE layers themselves, with dynamic shapes: their graphs do not depend on what else in
+    the model breaks a graph, so each execution of a PLE layer is a compiled one whatever prompt lengths arrive.
+    `generate()` of transformers then runs through them; where it compiles its decode step by itself (static cache on
+    CUDA), that compilation uses this backend too.
+
+    Keyword arguments are the fields of `ple_compile.Config`. Calling it again replaces the earlier configuration.
+    While a model is compiled, Dynamo's `recompile_limit` is at least 64. Raises ValueError for an unknown option, and,
+    with `strict=True`, for a model without a PLE layer; otherwise such a model is returned as it is, with a warning.
+    """
+    settings = make_config(config)
+    restore(model)
+    layers = find_ple_layers(model)
+    if not layers:
+        message = f"{type(model).__name__} has no PLE layer (no module that owns an n-gram table and its hash buffers)"
+        if settings.strict:
+            raise ValueError(f"ple_compile.compile(strict=True): {message}; pass the model that holds it")
+        log.warning("ple_compile.compile: %s; nothing was compiled", message)
+        return model
+    undo = _Undo(settings, {name: layer._compiled_call_impl for name, layer in layers.items()}, None)
+    for name, layer in layers.items():
+        layer._compiled_call_impl = _compiled_call(layer, name, settings)
+    if hasattr(model, "get_compiled_call"):
+        undo.get_compiled_call = model.__dict__.get("get_compiled_call")
+        model.get_compiled_call = types.MethodType(_get_compiled_call, model)
+    _compiled_models[model] = undo
+    upstream.raise_recompile_limit(RECOMPILE_LIMIT)
+    return model
+
+
+def restore(model: nn.Module) -> nn.Module:
+    """Undo `compile(model)`; a model that is not compiled is left as it is. Returns the model."""
+    undo = _compiled_models.pop(model, None)
+    if undo is None:
+        return model
+    for name, call in undo.calls.items():
+        model.get_submodule(name)._compiled_call_impl = call
+    if hasattr(model, "get_compiled_call"):
+        del model.get_compiled_call
+        if undo.get_compiled_call is not None:
+            model.get_compiled_call = undo.get_compiled_call
+        for attribute in ("_compiled_call", "_last_compile_config"):
+            model.__dict__.pop(attribute, None)
+    if not _compiled_models:
+        upstream.reset_recompile_limit()
+    return model
+
+
+def config_of(model: nn.Module) -> Config | None:
+    """The configuration a model is compiled with, or None."""
+    undo = _compiled_models.get(model)
+    return undo.config if undo is not None else None
+
+
+def options_of(config: Config) -> dict[str, Any]:
+    """A configuration as the `options` of `torch.compile`."""
+    return {item.name: getattr(config, item.name) for item in dataclasses.fields(config)}
+
+
+def _compiled_call(layer: nn.Module, name: str, config: Config) -> Callable:
+    inner = layer._call_impl
+    compiled = torch.compile(inner, backend="ple", dynamic=True, options=options_of(config))
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():  # inside an outer compilation the layer is traced as part of it
+            return inner(*args, **kwargs)
+        with records.region(name):
+            return compiled(*args, **kwargs)
+
+    return call
+
+
+def _get_compiled_call(self: Any, compile_config: Any) -> Callable:
+    """transformers' hook for the decode step of `generate`, with this backend in the place of Inductor."""
+    config = config_of(self)
+    assert config is not None
+    chosen = copy.copy(compile_config) if compile_config is not None else self._default_compile_config()
+    if chosen.backend == "inductor":
+        options = options_of(config)
+        if config.mode == "default" and chosen.mode is not None:
+            options["mode"] = chosen.mode
+        chosen.backend, chosen.mode, chosen.options = "ple", None, options
+    return type(self).get_compiled_call(self, chosen)

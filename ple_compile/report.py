@@ -1,0 +1,60 @@
+"""What the passes did to one graph, and how it is told."""
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any
+
+MATCHED, DECLINED, NOT_APPLICABLE = "matched", "declined", "not applicable"
+
+
+@dataclass(frozen=True)
+class Event:
+    """One pass at one place: `status` is matched, declined (with the guard's reason) or not applicable."""
+
+    pass_name: str
+    status: str
+    layer: str
+    reason: str = ""
+    node: str = ""
+    source: str = ""
+
+
+@dataclass
+class GraphReport:
+    """All events of one compiled graph, how many complete PLE layers run in it, and why the graph ended where it did."""
+
+    events: list[Event] = field(default_factory=list)
+    ple_layers: int = 0
+    graph_break: str = ""
+
+    def matched(self, pass_name: str, node: Any, reason: str = "") -> None:
+        self._add(pass_name, MATCHED, node, reason)
+
+    def declined(self, pass_name: str, node: Any, reason: str) -> None:
+        self._add(pass_name, DECLINED, node, reason)
+
+    def not_applicable(self, pass_name: str, node: Any, reason: str) -> None:
+        self._add(pass_name, NOT_APPLICABLE, node, reason)
+
+    def _add(self, pass_name: str, status: str, node: Any, reason: str) -> None:
+        from ple_compile.matching.graph import layer_of, source_line
+
+        self.events.append(Event(pass_name, status, layer_of(node), reason, node.name, source_line(node)))
+
+    def counts(self) -> dict[str, int]:
+        """Rewrites per pass."""
+        found: dict[str, int] = {}
+        for event in self.events:
+            if event.status == MATCHED:
+                found[event.pass_name] = found.get(event.pass_name, 0) + 1
+        return found
+
+    def declines(self) -> list[Event]:
+        return [event for event in self.events if event.status == DECLINED]
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"ple_layers": self.ple_layers, "events": [dataclasses.asdict(event) for event in self.events]}
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> "GraphReport":
+        return cls([Event(**event) for event in data["events"]], data["ple_layers"])

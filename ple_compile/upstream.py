@@ -1,0 +1,146 @@
+"""Every private part of PyTorch that this package uses, in one place.
+
+When a new PyTorch release moves one of them, this file and `tests/test_upstream.py` are what breaks, by name.
+"""
+
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+import sympy
+import torch
+from torch._dynamo import config as dynamo_config
+from torch._dynamo.utils import counters
+from torch._guards import TracingContext, detect_fake_mode
+from torch._inductor import config as inductor_config
+from torch._inductor import list_mode_options
+from torch._inductor.codecache import sha256_hash
+from torch._inductor.compile_fx import compile_fx
+from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch._inductor.pattern_matcher import stable_topological_sort
+from torch._inductor.runtime.cache_dir_utils import cache_dir
+from torch._logging import trace_structured
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx.passes.graph_transform_observer import GraphTransformObserver
+from torch.utils._python_dispatch import _disable_current_modes
+
+__all__ = [
+    "CustomGraphPass",
+    "FakeTensor",
+    "GraphTransformObserver",
+    "TracingContext",
+    "cache_dir",
+    "compile_fx",
+    "counters",
+    "custom_passes",
+    "detect_fake_mode",
+    "expression",
+    "fingerprint",
+    "free_symbols",
+    "graph_break",
+    "guards_hold",
+    "hint",
+    "inductor_config",
+    "list_mode_options",
+    "no_dispatch_modes",
+    "raise_recompile_limit",
+    "reset_recompile_limit",
+    "sha256_hash",
+    "stable_topological_sort",
+    "substitute",
+    "symbol_hint",
+    "symbol_range",
+    "trace_structured",
+]
+
+
+def no_dispatch_modes() -> Any:
+    """Context in which ops run on real tensors although fake, proxy or functional modes are active outside."""
+    return _disable_current_modes()
+
+
+_recompile_limit: int | None = None
+
+
+def raise_recompile_limit(limit: int) -> None:
+    """Let each function have `limit` graphs: past its limit Dynamo runs it eagerly for ever, with one warning."""
+    global _recompile_limit
+    if _recompile_limit is None and dynamo_config.recompile_limit < limit:
+        _recompile_limit = dynamo_config.recompile_limit
+        dynamo_config.recompile_limit = limit
+
+
+def reset_recompile_limit() -> None:
+    """Undo `raise_recompile_limit`."""
+    global _recompile_limit
+    if _recompile_limit is not None:
+        dynamo_config.recompile_limit, _recompile_limit = _recompile_limit, None
+
+
+def custom_passes(value: Any) -> list[Callable]:
+    """Inductor's custom pass setting as a list (None, one pass, or, from torch 2.13, a sequence)."""
+    if value is None:
+        return []
+    return list(value) if isinstance(value, (list, tuple)) else [value]
+
+
+def graph_break(gm: torch.fx.GraphModule) -> str:
+    """Why Dynamo ended this graph and at which line; empty when it ended with the function."""
+    reason = getattr(gm, "compile_subgraph_reason", None)
+    if reason is None or not reason.graph_break:
+        return ""
+    where = f" ({reason.user_stack[-1].filename}:{reason.user_stack[-1].lineno})" if reason.user_stack else ""
+    return f"{reason.reason.strip().splitlines()[0]}{where}"
+
+
+def expression(size: torch.SymInt) -> Any:
+    """The sympy expression of a symbolic size."""
+    return size.node.expr
+
+
+def fingerprint(size: torch.SymInt) -> int | tuple[int, ...]:
+    """Values of a symbolic size at two fixed assignments: equal for equal sizes however they are written.
+
+    `s * s // s` and `s` are one size, which sympy does not see; comparing the sizes themselves would add guards.
+    """
+    expr = expression(size)
+    if expr.is_number:  # specialised since the tensor was traced
+        return int(expr)
+    drawn = ({s: 1009 + 2 * (zlib.crc32(f"{s}{seed}".encode()) % 4096) for s in expr.free_symbols} for seed in "ab")
+    return tuple(int(substitute(expr, values)) for values in drawn)
+
+
+def free_symbols(size: Any) -> set:
+    """Sympy symbols of a size; empty for an int."""
+    return set(expression(size).free_symbols) if isinstance(size, torch.SymInt) else set()
+
+
+def _shape_env(size: torch.SymInt) -> Any:
+    return size.node.shape_env
+
+
+def hint(size: torch.SymInt) -> int:
+    """The value the size had when the graph was traced."""
+    return int(size.node.hint)
+
+
+def symbol_range(size: torch.SymInt, symbol: Any) -> tuple[int, int]:
+    """Lower and upper bound that the guards leave to `symbol` (upper bound capped at 2**31)."""
+    bounds = _shape_env(size).var_to_range[symbol]
+    upper = 2**31 if bounds.upper > 2**31 else int(bounds.upper)
+    return int(bounds.lower), upper
+
+
+def symbol_hint(size: torch.SymInt, symbol: Any) -> int:
+    """The traced value of one symbol."""
+    return int(_shape_env(size).backed_var_to_val[symbol])
+
+
+def guards_hold(size: torch.SymInt, values: dict) -> bool:
+    """Whether every guard recorded so far is true, or undecided, under the assignment `values`."""
+    return not any(substitute(guard.expr, values) == sympy.false for guard in _shape_env(size).guards)
+
+
+def substitute(expr: Any, values: dict) -> Any:
+    """`expr` with integers for symbols."""
+    return expr.xreplace({symbol: sympy.Integer(value) for symbol, value in values.items()})
