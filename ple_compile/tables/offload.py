@@ -17,16 +17,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ple_compile.tables import pinning
-from ple_compile.tables.find import find_tables
+from ple_compile.tables import hot_rows, pinning
+from ple_compile.tables.find import Table, find_tables
 
 
-def offload_tables(model: nn.Module) -> list[str]:
+def offload_tables(model: nn.Module, gpu_cache_bytes: int = 0) -> list[str]:
     """Keep the model's n-gram tables in page-locked host memory; returns their names.
 
     A table on the CPU is page-locked where it lies; one on a GPU moves to the host first; one on the meta device gets
     host memory of its exact size, to be filled by `load_state_dict`. Page-locking takes about 0.1 s per GB.
+
+    `gpu_cache_bytes` of GPU memory, split evenly between the tables, hold the most used rows (`hot_rows`). They are
+    copies: `load_state_dict` and in-place updates of the parameter drop them; a write through `.data`, which torch
+    does not record, does not, so call `offload_tables` again after one.
     """
+    if gpu_cache_bytes < 0:
+        raise ValueError(f"offload_tables: gpu_cache_bytes is {gpu_cache_bytes}; pass 0 for no cache, or a size")
     tables = find_tables(model)
     if not tables:
         raise ValueError(
@@ -48,7 +54,10 @@ def offload_tables(model: nn.Module) -> list[str]:
         elif weight.device.type != "cpu":
             weight.data = weight.data.cpu()
         pinning.page_lock(table.weight, table.name)
-        table.embedding.__class__ = _offloaded(_base_class(table.embedding))
+        embedding: Any = table.embedding
+        embedding.__class__ = _offloaded(_base_class(embedding))
+        embedding._cache_bytes, embedding._cache_device = gpu_cache_bytes // len(tables), _device(table)
+        embedding._settle()
     return [table.name for table in tables]
 
 
@@ -60,6 +69,18 @@ class _Offloaded:
     """What an embedding whose table stays on the host does differently; mixed in before its own class."""
 
     _parameters: dict[str, nn.Parameter | None]
+    _cache_bytes: int
+    _cache_device: torch.device
+
+    def _settle(self) -> None:
+        """Page-lock the table and give it an empty cache, after either may have changed."""
+        table = self._parameters["weight"]
+        if table is None or table.device.type != "cpu":
+            return
+        pinning.page_lock(table)
+        hot_rows.detach(table)
+        if self._cache_bytes:
+            hot_rows.attach(table, self._cache_bytes, self._cache_device)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         table = self._parameters["weight"]
@@ -76,15 +97,22 @@ class _Offloaded:
         if probe.is_meta:
             self._parameters["weight"] = nn.Parameter(fn(table.detach()), table.requires_grad)
         elif probe.dtype != table.dtype:
+            hot_rows.detach(table)
             table.data = table.data.to(probe.dtype)
-            pinning.page_lock(table)
+            self._settle()
         return self
 
     def _load_from_state_dict(self, *args: Any) -> None:
+        before = self._parameters["weight"]
         super()._load_from_state_dict(*args)  # type: ignore[misc]
         table = self._parameters["weight"]
-        if table is not None and table.device.type == "cpu":
-            pinning.page_lock(table)
+        if table is before and table is not None:
+            # Captured graphs read the cache's address, so it stays; what it holds goes at once, not at the next call.
+            hot_rows.clear(table)
+        else:
+            if before is not None and not before.is_meta:
+                hot_rows.detach(before)
+            self._settle()
 
     def __reduce_ex__(self, protocol: Any) -> tuple:
         # The class is made on the fly, so copies and pickles name the class that it was made from.
@@ -102,6 +130,14 @@ def _base_class(embedding: object) -> type:
 
 def _revive(base: type) -> object:
     return object.__new__(_offloaded(base))
+
+
+def _device(table: Table) -> torch.device:
+    """Where the lookups run: where the hash buffers are, or will be."""
+    for buffer in table.owner.buffers(recurse=False):
+        if buffer.device.type == "cuda":
+            return buffer.device
+    return pinning.current_device()
 
 
 def _check_weight(name: str, weight: nn.Parameter) -> None:

@@ -29,8 +29,17 @@ def available() -> bool:
     return torch.cuda.is_available()
 
 
+def current_device() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device())
+
+
 def is_page_locked(tensor: Tensor) -> bool:
     return tensor.untyped_storage().data_ptr() in _LOCKED or tensor.is_pinned()
+
+
+def is_host_memory(tensor: Tensor) -> bool:
+    """True for host tensors and for CUDA views of host memory that `page_lock` locked."""
+    return tensor.device.type == "cpu" or tensor.untyped_storage().data_ptr() in _LOCKED
 
 
 def page_lock(tensor: Tensor, name: str = "table") -> None:

@@ -1,6 +1,7 @@
 """A stand-in for the CUDA driver: records what is page-locked and can refuse."""
 
 import pytest
+import torch
 
 from ple_compile.tables import pinning
 
@@ -35,6 +36,7 @@ class FakeDriver:
 def driver(monkeypatch):
     fake = FakeDriver()
     monkeypatch.setattr(pinning, "available", lambda: True)
+    monkeypatch.setattr(pinning, "current_device", lambda: torch.device("cpu"))
     monkeypatch.setattr(pinning, "_host_register", fake.register)
     monkeypatch.setattr(pinning, "_host_unregister", fake.unregister)
     monkeypatch.setattr(pinning, "_synchronize", lambda: None)

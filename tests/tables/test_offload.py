@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ple_compile.ops import lookup
-from ple_compile.tables import pinning
+from ple_compile.tables import hot_rows, pinning
 from ple_compile.tables.find import find_tables
 from ple_compile.tables.offload import is_offloaded, offload_tables
 
@@ -168,7 +168,50 @@ def test_a_table_tied_between_two_layers_is_one(driver):
     assert model[1].rows.weight is model[0].rows.weight and len(driver.locked) == 1
 
 
+def cache_of(model):
+    return hot_rows.cache_of(model.table.weight, torch.device("cpu"))
+
+
+def warm(model):
+    cache, ids = cache_of(model), torch.arange(64)
+    cache.gather_into(torch.empty(64, 8, dtype=model.table.weight.dtype), model.table.weight, ids)
+    assert cache.holds(ids).any()
+    return cache
+
+
+def test_a_cache_follows_the_table(driver):
+    model, other, ids = Model(), Model(), torch.arange(64)
+    offload_tables(model, gpu_cache_bytes=2560)
+    cache = warm(model)
+    assert cache.rows.nbytes + cache.words.nbytes <= 2560 + 8 * 256
+    model.load_state_dict(other.state_dict())
+    assert cache_of(model) is cache and not cache.holds(ids).any()
+    warm(model)
+    with torch.no_grad():
+        model.table.weight.add_(1)
+    assert cache_of(model).is_current() and not cache.holds(ids).any()
+    model.load_state_dict(other.state_dict(), assign=True)
+    assert cache_of(model) is not cache and not cache_of(model).holds(ids).any()
+    warm(model)
+    model.bfloat16()
+    assert cache_of(model).rows.shape[1] == 16 and not cache_of(model).holds(ids).any()
+    offload_tables(model)
+    assert cache_of(model) is None
+    assert len(hot_rows._CACHES) == 0
+
+
+def test_two_tables_share_the_cache_memory(driver):
+    model = nn.ModuleList([NGrams(), NGrams()])
+    offload_tables(model, gpu_cache_bytes=6400)
+    caches = [hot_rows.cache_of(part.rows.weight, torch.device("cpu")) for part in model]
+    assert [cache.num_sets for cache in caches] == [10, 10]  # of 8 rows of 32 + 8 bytes
+
+
 def test_refusals(driver, monkeypatch):
+    with pytest.raises(ValueError, match="gpu_cache_bytes is -1"):
+        offload_tables(Model(), gpu_cache_bytes=-1)
+    with pytest.raises(ValueError, match="100 bytes make 0 sets"):
+        offload_tables(Model(), gpu_cache_bytes=100)
     with pytest.raises(ValueError, match="Linear has no n-gram table"):
         offload_tables(nn.Linear(2, 2))
     model = Model()
