@@ -1,0 +1,221 @@
+"""Rows of a quantised table by id, gathered and dequantised in one launch.
+
+    e4m3:   rows[i, :] = round(table[ids[i], :] * scale)                           one scale, or one for each row
+    nvfp4:  rows[i, :] = e2m1(table[ids[i], :]) * scale[ids[i], group] * table_scale
+
+table float8_e4m3fn [R, D] with scale float32, bfloat16 or float16 of one value or [R] or [R, 1]; the product is rounded
+to the scale's type, as `rows.to(scale.dtype) * scale` is. Or table uint8 [R, D / 2], two e2m1 codes a byte, the first
+in the low bits, with scale float8_e4m3fn [R, D / 16] and table_scale float32 of one value; products in float32, in the
+order written. Both are then rounded to `dtype`. ids are int32 or int64 of any shape; rows [*ids.shape, D] contiguous.
+
+With CUDA ids, table and scale lie on the same device or page-locked on the host, as for `lookup`; so do ids outside
+the table (rows of zeros on the device, an error on the CPU, nothing outside is read).
+All codes decode by bit arithmetic, so sm80, which has no FP8, gives the same bits; the NaN codes give NaN.
+Bytes moved: the stored row in, D values out. Offsets are int64 throughout.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ple_compile.ops import lookup
+from ple_compile.ops._library import define
+from ple_compile.ops._rounding import TRITON_DTYPE
+from ple_compile.tables import pinning
+
+GROUP = 16  # values that share one scale in nvfp4
+
+_DEVICE_PROGRAMS = 2048
+_TILE_VALUES = 4096
+
+
+def reference(table: Tensor, scale: Tensor, table_scale: Tensor | None, ids: Tensor, dtype: torch.dtype) -> Tensor:
+    check_arguments(table, scale, table_scale, ids, dtype)
+    stored = lookup.reference(table, ids)
+    if table_scale is None:
+        factor = scale.reshape(()) if scale.numel() == 1 else scale.reshape(-1)[ids].unsqueeze(-1)
+        return (stored.to(scale.dtype) * factor).to(dtype)
+    codes = torch.stack([stored & 15, stored >> 4], dim=-1).flatten(-2).long()
+    magnitudes = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], device=table.device)
+    values = torch.cat([magnitudes, -magnitudes])[codes]
+    groups = lookup.reference(scale, ids).to(torch.float32).repeat_interleave(GROUP, dim=-1)
+    return (values * groups * table_scale.reshape(())).to(dtype)
+
+
+@triton.jit
+def decode_e4m3(codes):
+    """float32 values of e4m3 bytes: sign, exponent and mantissa land in a float16 that is 2**8 too small."""
+    codes = codes.to(tl.uint16)
+    bits = ((codes & 0x80) << 8) | ((codes & 0x7F) << 7)
+    values = bits.to(tl.float16, bitcast=True).to(tl.float32) * 256.0
+    return tl.where((codes & 0x7F) == 0x7F, float("nan"), values)
+
+
+@triton.jit
+def decode_e2m1(codes):
+    """float32 values of 4-bit codes in uint16: the same, 2**14 too small."""
+    bits = ((codes & 8) << 12) | ((codes & 7) << 9)
+    return bits.to(tl.float16, bitcast=True).to(tl.float32) * 16384.0
+
+
+@triton.jit(do_not_specialize=["num_ids", "num_rows", "step"])
+def e4m3_lookup_kernel(
+    rows_ptr,
+    table_ptr,
+    scale_ptr,
+    ids_ptr,
+    num_ids,
+    num_rows,
+    step,
+    WIDTH: tl.constexpr,
+    ROW_STRIDE: tl.constexpr,
+    SCALE_STRIDE: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_WIDTH: tl.constexpr,
+):
+    column = tl.arange(0, BLOCK_WIDTH)[None, :]
+    start = tl.program_id(0) * BLOCK_ROWS
+    while start < num_ids:
+        index = start + tl.arange(0, BLOCK_ROWS)
+        wanted = index < num_ids
+        row = tl.load(ids_ptr + index, mask=wanted, other=-1).to(tl.int64)
+        inside = (row >= 0) & (row < num_rows)
+        codes = tl.load(
+            table_ptr + row[:, None] * ROW_STRIDE + column, mask=inside[:, None] & (column < WIDTH), other=0
+        )
+        scale = tl.load(scale_ptr + row * SCALE_STRIDE, mask=inside, other=0.0)
+        product = (decode_e4m3(codes) * scale.to(tl.float32)[:, None]).to(scale.dtype)
+        tl.store(
+            rows_ptr + index.to(tl.int64)[:, None] * WIDTH + column,
+            product.to(tl.float32).to(rows_ptr.dtype.element_ty),
+            mask=wanted[:, None] & (column < WIDTH),
+        )
+        start += step
+
+
+@triton.jit(do_not_specialize=["num_ids", "num_rows", "step"])
+def nvfp4_lookup_kernel(
+    rows_ptr,
+    table_ptr,
+    scale_ptr,
+    table_scale_ptr,
+    ids_ptr,
+    num_ids,
+    num_rows,
+    step,
+    GROUPS: tl.constexpr,
+    ROW_STRIDE: tl.constexpr,
+    SCALE_STRIDE: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_GROUPS: tl.constexpr,
+):
+    table_scale = tl.load(table_scale_ptr)
+    group = tl.arange(0, BLOCK_GROUPS)[None, :]
+    packed = tl.arange(0, 8)[None, None, :]
+    value = tl.arange(0, 16)[None, None, :]
+    start = tl.program_id(0) * BLOCK_ROWS
+    while start < num_ids:
+        index = start + tl.arange(0, BLOCK_ROWS)
+        wanted = index < num_ids
+        row = tl.load(ids_ptr + index, mask=wanted, other=-1).to(tl.int64)
+        inside = ((row >= 0) & (row < num_rows))[:, None] & (group < GROUPS)
+        bytes_ = tl.load(
+            table_ptr + row[:, None, None] * ROW_STRIDE + group[:, :, None] * 8 + packed,
+            mask=inside[:, :, None],
+            other=0,
+        ).to(tl.uint16)
+        scale = decode_e4m3(tl.load(scale_ptr + row[:, None] * SCALE_STRIDE + group, mask=inside, other=0))
+        codes = tl.join(bytes_ & 15, bytes_ >> 4).reshape(BLOCK_ROWS, BLOCK_GROUPS, 16)
+        product = decode_e2m1(codes) * scale[:, :, None] * table_scale
+        tl.store(
+            rows_ptr + index.to(tl.int64)[:, None, None] * (GROUPS * 16) + group[:, :, None] * 16 + value,
+            product.to(rows_ptr.dtype.element_ty),
+            mask=(wanted[:, None] & (group < GROUPS))[:, :, None],
+        )
+        start += step
+
+
+def launch(table: Tensor, scale: Tensor, table_scale: Tensor | None, ids: Tensor, dtype: torch.dtype) -> Tensor:
+    check_arguments(table, scale, table_scale, ids, dtype)
+    width = row_width(table, table_scale)
+    rows = torch.empty((*ids.shape, width), dtype=dtype, device=ids.device)
+    if rows.numel() == 0:
+        return rows
+    block_width = max(GROUP, triton.next_power_of_2(width))
+    block_rows = max(1, min(16, _TILE_VALUES // block_width))
+    programs = lookup.HOST_PROGRAMS if table.device != ids.device else _DEVICE_PROGRAMS
+    programs = min(programs, triton.cdiv(ids.numel(), block_rows))
+    counts = (ids.contiguous(), ids.numel(), table.shape[0], programs * block_rows)
+    # As bytes: on sm80 Triton refuses even a pointer to e4m3.
+    if table_scale is None:
+        e4m3_lookup_kernel[(programs,)](
+            rows,
+            table.view(torch.uint8),
+            scale,
+            *counts,
+            WIDTH=width,
+            ROW_STRIDE=table.stride(0),
+            SCALE_STRIDE=0 if scale.numel() == 1 else scale.stride(0),
+            BLOCK_ROWS=block_rows,
+            BLOCK_WIDTH=block_width,
+            num_warps=8,
+        )
+    else:
+        nvfp4_lookup_kernel[(programs,)](
+            rows,
+            table,
+            scale.view(torch.uint8),
+            table_scale,
+            *counts,
+            GROUPS=width // GROUP,
+            ROW_STRIDE=table.stride(0),
+            SCALE_STRIDE=scale.stride(0),
+            BLOCK_ROWS=block_rows,
+            BLOCK_GROUPS=block_width // GROUP,
+            num_warps=8,
+        )
+    return rows
+
+
+def fake(table: Tensor, scale: Tensor, table_scale: Tensor | None, ids: Tensor, dtype: torch.dtype) -> Tensor:
+    return ids.new_empty((*ids.shape, row_width(table, table_scale)), dtype=dtype)
+
+
+def row_width(table: Tensor, table_scale: Tensor | None) -> int:
+    return table.shape[1] if table_scale is None else table.shape[1] * 2
+
+
+def check_arguments(table: Tensor, scale: Tensor, table_scale: Tensor | None, ids: Tensor, dtype: torch.dtype) -> None:
+    lookup.check_arguments(table, ids)
+    rows, stored = table.shape
+    if dtype not in TRITON_DTYPE:
+        raise ValueError(f"dequantized_lookup: rows of {dtype}; ask for float32, bfloat16 or float16")
+    if table_scale is None:
+        fits = table.dtype == torch.float8_e4m3fn and scale.dtype in TRITON_DTYPE
+        fits &= scale.numel() == 1 or tuple(scale.shape) in ((rows,), (rows, 1))
+    else:
+        fits = table.dtype == torch.uint8 and scale.dtype == torch.float8_e4m3fn and (stored * 2) % GROUP == 0
+        fits &= tuple(scale.shape) == (rows, stored * 2 // GROUP) and (scale.stride(1) == 1 or scale.shape[1] == 1)
+        fits &= table_scale.dtype == torch.float32 and table_scale.numel() == 1
+    if not fits:
+        raise ValueError(
+            f"dequantized_lookup: table {table.dtype} {tuple(table.shape)} and scale {scale.dtype} "
+            f"{tuple(scale.shape)}{'' if table_scale is None else ' with a table scale'} are no known format; pass an "
+            "e4m3 table with one scale or one a row, or uint8 [R, D / 2] with e4m3 scales [R, D / 16]"
+        )
+    for name, tensor in (("scale", scale), ("table scale", table_scale)):
+        if tensor is not None and tensor.device != ids.device:
+            if tensor.device.type != "cpu" or not pinning.is_page_locked(tensor):
+                raise ValueError(
+                    f"dequantized_lookup: the {name} is on {tensor.device}, not page-locked, and the ids are on "
+                    f"{ids.device}; move it there, or page-lock it"
+                )
+
+
+dequantized_lookup = define(
+    "dequantized_lookup(Tensor table, Tensor scale, Tensor? table_scale, Tensor ids, ScalarType dtype) -> Tensor",
+    cpu=reference,
+    cuda=launch,
+    fake=fake,
+)

@@ -1,0 +1,294 @@
+"""Quantised n-gram tables as plain PyTorch embeddings: gather the stored bytes, then dequantise.
+
+    fp8       weight e4m3 [R, D], weight_scale [1]                       row = weight * weight_scale
+    fp8_row   weight e4m3 [R, D], weight_scale float32 [R, 1]            row = weight * weight_scale[row]
+    nvfp4     weight uint8 [R, D / 2], two e2m1 values a byte, the first in the low bits; weight_scale e4m3
+              [R, D / 16]; weight_scale_2 float32 [1]                    row = weight * weight_scale * weight_scale_2
+
+Every row is rounded once, to the activation type. In `fp8` that is the type of the scale, exactly as in transformers'
+`FP8Embedding`, whose parameter names and arithmetic these are; the other two multiply in float32. Moving a module to
+another floating type changes the activation type and never the stored bytes.
+
+Scales start as NaN, so one that was never loaded is told from one that is 1.0; `check_scales` refuses such scales.
+"""
+
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ple_compile.tables.find import find_tables
+
+E4M3 = torch.float8_e4m3fn
+E4M3_MAX = 448.0
+E4M3_TINY = 2.0**-9
+E2M1_MAX = 6.0
+NVFP4_GROUP = 16
+
+_CHECK_BLOCK = 2**26  # scales looked at together, so that a check needs little memory
+
+Spec = dict[str, tuple[torch.dtype, tuple[int, ...]]]
+
+
+class QuantizedEmbedding(nn.Embedding):
+    """What the formats share. `row_parameters` have one row for each row of the table."""
+
+    format: ClassVar[str]
+    row_parameters: ClassVar[tuple[str, ...]]
+    weight_scale: nn.Parameter
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        padding_idx: int | None = None,
+        *,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ):
+        shape_only = torch.empty(num_embeddings, embedding_dim, device="meta")
+        super().__init__(num_embeddings, embedding_dim, padding_idx, _weight=shape_only, _freeze=True)
+        self.activation_dtype = dtype or torch.get_default_dtype()
+        for name, (kind, shape) in self.spec(num_embeddings, embedding_dim, self.activation_dtype).items():
+            tensor = torch.empty(shape, dtype=kind, device=device)
+            if name != "weight":
+                tensor.fill_(torch.nan)
+            setattr(self, name, nn.Parameter(tensor, requires_grad=False))
+        self._checked: tuple | None = None
+
+    @classmethod
+    def spec(cls, rows: int, width: int, dtype: torch.dtype) -> Spec:
+        """Type and shape of every parameter."""
+        raise NotImplementedError
+
+    @classmethod
+    def table_scale(cls, largest: float, dtype: torch.dtype) -> Tensor | None:
+        """The scale of the whole table whose largest absolute value is `largest`; None where the format has none."""
+        raise NotImplementedError
+
+    @classmethod
+    def encode(cls, rows: Tensor, table_scale: Tensor | None) -> dict[str, Tensor]:
+        """The `row_parameters` of finite rows [n, D]."""
+        raise NotImplementedError
+
+    @classmethod
+    def decode(cls, stored: dict[str, Tensor], dtype: torch.dtype) -> Tensor:
+        """Rows of stored parameters, row parameters [..., *] gathered already."""
+        raise NotImplementedError
+
+    @property
+    def table_parameters(self) -> tuple[str, ...]:
+        """Names of the parameters that are not row by row."""
+        return tuple(name for name in self._parameters if name not in self.row_parameters)
+
+    def forward(self, input: Tensor) -> Tensor:
+        if not torch.compiler.is_compiling():
+            self._check_at_first_use()
+        stored = {name: F.embedding(input, getattr(self, name)) for name in self.row_parameters}
+        stored |= {name: getattr(self, name) for name in self.table_parameters}
+        return self.decode(stored, self.activation_dtype)
+
+    def _check_at_first_use(self) -> None:
+        scales = [p for name, p in self._parameters.items() if name != "weight" and p is not None]
+        state = tuple((p.data_ptr(), 0 if p.is_inference() else p._version) for p in scales)
+        if state != self._checked:
+            _check_embedding("the table", self)
+            self._checked = state
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        def without_conversion(tensor: Tensor) -> Tensor:
+            # A cast of the module leaves integers alone, so the bytes pass as such.
+            bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[tensor.dtype.itemsize]
+            return fn(tensor.view(bits)).view(tensor.dtype)
+
+        self.activation_dtype = fn(torch.empty(0, dtype=self.activation_dtype)).dtype
+        return super()._apply(without_conversion, recurse)
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict,
+        prefix: str,
+        local_metadata: dict,
+        strict: bool,
+        missing: list,
+        extra: list,
+        errors: list,
+    ) -> None:
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing, extra, errors)
+        try:
+            _check_embedding(f"{prefix}weight", self)
+        except ValueError as error:
+            errors.append(str(error))
+
+    def extra_repr(self) -> str:
+        return f"{self.num_embeddings}, {self.embedding_dim}, format={self.format}, dtype={self.activation_dtype}"
+
+
+class FP8Embedding(QuantizedEmbedding):
+    """e4m3 with one scale, in the activation type."""
+
+    format = "fp8"
+    row_parameters = ("weight",)
+
+    @classmethod
+    def spec(cls, rows: int, width: int, dtype: torch.dtype) -> Spec:
+        return {"weight": (E4M3, (rows, width)), "weight_scale": (dtype, (1,))}
+
+    @classmethod
+    def table_scale(cls, largest: float, dtype: torch.dtype) -> Tensor:
+        scale = torch.tensor([largest / E4M3_MAX if largest else 1.0], dtype=torch.float64)
+        rounded = scale.to(dtype)
+        # Rounded up, so that the largest value stays in range.
+        return torch.where(rounded.double() < scale, torch.nextafter(rounded, rounded.new_tensor(torch.inf)), rounded)
+
+    @classmethod
+    def encode(cls, rows: Tensor, table_scale: Tensor | None) -> dict[str, Tensor]:
+        assert table_scale is not None
+        return {"weight": _to_e4m3(rows.float() / table_scale.float())}
+
+    @classmethod
+    def decode(cls, stored: dict[str, Tensor], dtype: torch.dtype) -> Tensor:
+        scale = stored["weight_scale"]
+        return stored["weight"].to(scale.dtype) * scale
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        super()._apply(fn, recurse)
+        scale = self.weight_scale
+        if scale.dtype != self.activation_dtype:
+            self.weight_scale = nn.Parameter(scale.to(self.activation_dtype), requires_grad=False)
+        return self
+
+
+class RowScaledFP8Embedding(QuantizedEmbedding):
+    """e4m3 with a float32 scale for every row."""
+
+    format = "fp8_row"
+    row_parameters = ("weight", "weight_scale")
+
+    @classmethod
+    def spec(cls, rows: int, width: int, dtype: torch.dtype) -> Spec:
+        return {"weight": (E4M3, (rows, width)), "weight_scale": (torch.float32, (rows, 1))}
+
+    @classmethod
+    def table_scale(cls, largest: float, dtype: torch.dtype) -> None:
+        return None
+
+    @classmethod
+    def encode(cls, rows: Tensor, table_scale: Tensor | None) -> dict[str, Tensor]:
+        rows = rows.float()
+        largest = rows.abs().amax(dim=1, keepdim=True)
+        smallest = torch.finfo(torch.float32).tiny
+        scale = torch.where(largest == 0, 1.0, (largest / E4M3_MAX).clamp_min(smallest))
+        return {"weight": _to_e4m3(rows / scale), "weight_scale": scale}
+
+    @classmethod
+    def decode(cls, stored: dict[str, Tensor], dtype: torch.dtype) -> Tensor:
+        return (stored["weight"].to(torch.float32) * stored["weight_scale"]).to(dtype)
+
+
+class NVFP4Embedding(QuantizedEmbedding):
+    """e2m1 with an e4m3 scale for every 16 values and a float32 scale for the table."""
+
+    format = "nvfp4"
+    row_parameters = ("weight", "weight_scale")
+
+    @classmethod
+    def spec(cls, rows: int, width: int, dtype: torch.dtype) -> Spec:
+        if width % NVFP4_GROUP:
+            raise ValueError(f"nvfp4: rows of {width} values are not whole groups of {NVFP4_GROUP}; use fp8")
+        return {
+            "weight": (torch.uint8, (rows, width // 2)),
+            "weight_scale": (E4M3, (rows, width // NVFP4_GROUP)),
+            "weight_scale_2": (torch.float32, (1,)),
+        }
+
+    @classmethod
+    def table_scale(cls, largest: float, dtype: torch.dtype) -> Tensor:
+        scale = max(largest / (E2M1_MAX * E4M3_MAX), torch.finfo(torch.float32).tiny) if largest else 1.0
+        return torch.tensor([scale], dtype=torch.float32)
+
+    @classmethod
+    def encode(cls, rows: Tensor, table_scale: Tensor | None) -> dict[str, Tensor]:
+        assert table_scale is not None
+        groups = rows.float().unflatten(1, (-1, NVFP4_GROUP)) / table_scale
+        # No scale of 0: a group too small for the table's scale keeps what a step of the smallest scale can hold.
+        scale = _to_e4m3((groups.abs().amax(dim=2) / E2M1_MAX).clamp_min(E4M3_TINY))
+        codes = _to_e2m1(groups / scale.float().unsqueeze(2)).flatten(1)
+        return {"weight": codes[:, 0::2] | (codes[:, 1::2] << 4), "weight_scale": scale}
+
+    @classmethod
+    def decode(cls, stored: dict[str, Tensor], dtype: torch.dtype) -> Tensor:
+        packed = stored["weight"]
+        codes = torch.stack([packed & 15, packed >> 4], dim=-1).flatten(-2)
+        values = decode_e2m1(codes).unflatten(-1, (-1, NVFP4_GROUP))
+        scaled = values * stored["weight_scale"].to(torch.float32).unsqueeze(-1)
+        return (scaled.flatten(-2) * stored["weight_scale_2"]).to(dtype)
+
+
+FORMATS: dict[str, type[QuantizedEmbedding]] = {
+    cls.format: cls for cls in (FP8Embedding, RowScaledFP8Embedding, NVFP4Embedding)
+}
+
+
+def format_class(name: str) -> type[QuantizedEmbedding]:
+    if name not in FORMATS:
+        raise ValueError(f"table format {name!r} is unknown; it is one of {', '.join(FORMATS)}")
+    return FORMATS[name]
+
+
+def decode_e2m1(codes: Tensor) -> Tensor:
+    """float32 values of 4-bit codes (uint8): sign, two exponent bits, one mantissa bit."""
+    step = (codes & 7).to(torch.float32)
+    magnitude = torch.where(step < 4, step * 0.5, torch.where(step < 6, step - 2, step * 2 - 8))
+    return torch.where(codes < 8, magnitude, -magnitude)
+
+
+def _to_e2m1(values: Tensor) -> Tensor:
+    """The nearest codes, ties to the even one, out of range to +-6."""
+    size = values.abs()
+    code = (size > 0.25).to(torch.uint8)
+    for border, upward in ((0.75, True), (1.25, False), (1.75, True), (2.5, False), (3.5, True), (5.0, False)):
+        code += size >= border if upward else size > border
+    return code | (values.signbit().to(torch.uint8) << 3)
+
+
+def _to_e4m3(values: Tensor) -> Tensor:
+    return values.clamp(-E4M3_MAX, E4M3_MAX).to(E4M3)
+
+
+def check_scales(model: nn.Module) -> None:
+    """Raise ValueError for a table whose scale is absent, zero, negative, not finite, or was never loaded."""
+    for table in find_tables(model):
+        _check_embedding(table.name, table.embedding)
+
+
+def _check_embedding(name: str, embedding: nn.Module) -> None:
+    parameters = embedding._parameters
+    weight = parameters["weight"]
+    if weight is None or weight.is_meta:
+        return
+    scales = {key: p for key, p in parameters.items() if key != "weight" and p is not None and not p.is_meta}
+    if weight.dtype.is_floating_point and weight.dtype.itemsize == 1 and "weight_scale" not in parameters:
+        raise ValueError(f"{name} is {weight.dtype} and has no weight_scale; its rows would be off by a factor")
+    for key, scale in scales.items():
+        low, high = _extremes(scale.detach())
+        # A group of zeros may have a scale of zero (checkpoints do that); nothing else may.
+        grouped = scale.dtype == E4M3
+        if not (low >= 0 if grouped else low > 0) or not 0 < high < torch.inf:
+            raise ValueError(
+                f"the {key} of {name} has values from {low} to {high}; a scale is finite and above zero. NaN means "
+                "that it was never loaded: load the checkpoint that has it, or quantise again"
+            )
+
+
+def _extremes(scale: Tensor) -> tuple[float, float]:
+    """Smallest and largest value; NaN if there is one."""
+    low, high = torch.inf, -torch.inf
+    for block in scale.flatten().split(_CHECK_BLOCK):
+        least, most = (float(x) for x in block.float().aminmax())
+        if least != least:
+            return least, most
+        low, high = min(low, least), max(high, most)
+    return (low, high) if scale.numel() else (1.0, 1.0)

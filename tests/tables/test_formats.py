@@ -1,0 +1,175 @@
+"""The unfused quantised embeddings: exact decoding, one rounding, bytes that survive casts, scales that are checked."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.testing._internal.common_quantized import _f32_to_floatx_unpacked, _floatx_unpacked_to_f32
+
+from ple_compile.tables import formats
+from ple_compile.tables.formats import FORMATS, FP8Embedding, NVFP4Embedding, RowScaledFP8Embedding, check_scales
+from tests.tables.test_offload import Model
+
+CLASSES = list(FORMATS.values())
+
+
+def quantized(cls, rows=64, width=32, dtype=torch.bfloat16, seed=0):
+    """(module, the rows that it was made of)."""
+    values = (torch.randn(rows, width, generator=torch.Generator().manual_seed(seed)) * 0.02).to(dtype)
+    module = cls(rows, width, dtype=dtype)
+    table_scale = cls.table_scale(values.abs().max().item(), dtype)
+    stored = cls.encode(values, table_scale)
+    if table_scale is not None:
+        stored[module.table_parameters[0]] = table_scale
+    assert module.load_state_dict(stored) and {k: v.dtype for k, v in module.state_dict().items()} == {
+        k: v.dtype for k, v in stored.items()
+    }
+    return module, values
+
+
+def test_every_e2m1_code():
+    codes = torch.arange(16, dtype=torch.uint8)
+    assert torch.equal(formats.decode_e2m1(codes), _floatx_unpacked_to_f32(codes, 2, 1))
+    assert formats.decode_e2m1(codes[8:9]).signbit()
+
+
+def test_rounding_to_e2m1_is_pytorchs():
+    values = torch.cat([torch.randn(10_000) * 3, torch.arange(-8, 8, 0.125)])
+    assert torch.equal(formats._to_e2m1(values), _f32_to_floatx_unpacked(values, 2, 1))
+
+
+def test_every_e4m3_byte():
+    table = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).reshape(16, 16)
+    module = FP8Embedding(16, 16, dtype=torch.float32)
+    module.load_state_dict({"weight": table, "weight_scale": torch.ones(1)})
+    assert torch.equal(module(torch.arange(16)).view(torch.int32), table.float().view(torch.int32))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("cls, worst", [(FP8Embedding, 0.03), (RowScaledFP8Embedding, 0.03), (NVFP4Embedding, 0.11)])
+def test_error_of_a_normal_table(cls, worst, dtype):
+    module, values = quantized(cls, rows=500, dtype=dtype)
+    rows = module(torch.arange(500))
+    assert rows.dtype == dtype and (rows - values).float().norm() < worst * values.float().norm()
+
+
+def test_fp8_computes_what_transformers_does():
+    fp8 = pytest.importorskip("transformers.integrations.finegrained_fp8")
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        module, _ = quantized(FP8Embedding, dtype=dtype)
+        theirs = fp8.FP8Embedding(64, 32)
+        theirs.weight_scale.data = theirs.weight_scale.data.to(dtype)
+        theirs.load_state_dict(module.state_dict(), strict=True)
+        ids = torch.randint(0, 64, (2, 3))
+        assert theirs(ids).dtype == dtype and torch.equal(theirs(ids), module(ids))
+
+
+@pytest.mark.parametrize("cls", [RowScaledFP8Embedding, NVFP4Embedding])
+def test_rounds_once(cls):
+    module, _ = quantized(cls)
+    exact = copy.deepcopy(module).float()
+    ids = torch.arange(64)
+    assert exact(ids).dtype == torch.float32 and torch.equal(module(ids), exact(ids).bfloat16())
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+def test_casting_the_module_keeps_the_bytes(cls):
+    module, _ = quantized(cls)
+    before = {name: p.clone() for name, p in module.named_parameters()}
+    module.to(torch.float16)
+    for name, parameter in module.named_parameters():
+        if not (cls is FP8Embedding and name == "weight_scale"):
+            assert parameter.dtype == before[name].dtype
+            assert torch.equal(parameter.view(torch.uint8), before[name].view(torch.uint8))
+    assert module(torch.arange(3)).dtype == torch.float16
+    module._apply(torch.clone).to("meta")
+    assert module.weight.is_meta and module.weight.dtype == before["weight"].dtype
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+def test_extreme_rows(cls):
+    """Zeros, one huge value, and values at the edge of float32's range stay finite, zeros exactly zero."""
+    values = torch.zeros(5, 32)
+    values[1, 3], values[2], values[3, 5], values[4] = 3e38, 1e-38, -1e-45, torch.randn(32)
+    table_scale = cls.table_scale(values.abs().max().item(), torch.float32)
+    stored = cls.encode(values, table_scale)
+    if table_scale is not None:
+        stored["weight_scale" if cls is FP8Embedding else "weight_scale_2"] = table_scale
+    rows = cls.decode(stored, torch.float32)
+    assert rows.isfinite().all() and not rows[0].any()
+    assert abs(rows[1, 3] / 3e38 - 1) < 0.08
+    assert cls is not RowScaledFP8Embedding or (rows[4] - values[4]).norm() < 0.03 * values[4].norm()
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+@pytest.mark.parametrize("bad", [0.0, torch.nan, torch.inf, -1.0])
+def test_a_bad_scale_is_refused_at_first_use_and_when_loaded(cls, bad):
+    module, _ = quantized(cls)
+    name = "weight_scale_2" if cls is NVFP4Embedding else "weight_scale"
+    state = {key: value.clone() for key, value in module.state_dict().items()}
+    module(torch.tensor([1]))
+    with torch.no_grad():
+        module.get_parameter(name)[-1:] = bad
+    with pytest.raises(ValueError, match=f"the {name} of the table"):
+        module(torch.tensor([1]))
+    state[name] = module.get_parameter(name).clone()
+    with pytest.raises(RuntimeError, match=f"the {name} of weight has values"):
+        module.load_state_dict(state)
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+def test_a_scale_that_was_never_loaded_is_refused(cls):
+    model = Model()
+    model.block["ngrams"].rows = cls(64, 16)
+    with pytest.raises(ValueError, match=r"of block.ngrams.rows.weight has values from nan.*never loaded"):
+        check_scales(model)
+    with pytest.raises(ValueError, match="never loaded"):
+        model.table(torch.tensor([1]))
+    state = {name: tensor for name, tensor in quantized(cls)[0].state_dict().items() if name == "weight"}
+    with pytest.raises(RuntimeError, match="never loaded"):
+        cls(64, 32).load_state_dict(state, strict=False)
+
+
+def test_a_group_scale_of_zero_is_legal_and_one_of_nan_is_not():
+    module, _ = quantized(NVFP4Embedding)
+    module.weight_scale.data[0, 0] = 0.0
+    check = formats._check_embedding
+    check("t", module)
+    module.weight_scale.data[5, 1] = torch.nan
+    with pytest.raises(ValueError, match="nan"):
+        check("t", module)
+    module.weight_scale.data.zero_()
+    with pytest.raises(ValueError, match="from 0.0 to 0.0"):
+        check("t", module)
+
+
+def test_an_fp8_table_without_any_scale_is_refused():
+    model = Model()
+    model.table.weight = nn.Parameter(torch.zeros(64, 8).to(torch.float8_e4m3fn), requires_grad=False)
+    with pytest.raises(ValueError, match="block.ngrams.rows.weight is torch.float8_e4m3fn and has no weight_scale"):
+        check_scales(model)
+
+
+def test_transformers_module_is_checked_too():
+    fp8 = pytest.importorskip("transformers.integrations.finegrained_fp8")
+    model = Model(embedding=fp8.FP8Embedding)
+    check_scales(model)
+    model.table.weight_scale.data.zero_()
+    with pytest.raises(ValueError, match="weight_scale of block.ngrams.rows.weight"):
+        check_scales(model)
+
+
+def test_names():
+    with pytest.raises(ValueError, match="'fp4' is unknown; it is one of fp8, fp8_row, nvfp4"):
+        formats.format_class("fp4")
+    with pytest.raises(ValueError, match="rows of 24 values"):
+        NVFP4Embedding(4, 24)
+    assert "format=nvfp4" in repr(NVFP4Embedding(4, 32))
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+def test_compiles_without_a_graph_break(cls):
+    module, _ = quantized(cls)
+    ids = torch.randint(0, 64, (2, 3))
+    assert torch.equal(torch.compile(module, backend="aot_eager", fullgraph=True)(ids), module(ids))
