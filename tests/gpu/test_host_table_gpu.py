@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from ple_compile.ops import lookup, lookup_async
-from ple_compile.tables import pinning
+from ple_compile.tables import hot_rows, pinning
 from ple_compile.tables.offload import offload_tables
 
 ROWS, WIDTH = 200_000, 160
@@ -273,3 +273,88 @@ def test_compiled(model, mode, view):
         torch.compiler.cudagraph_mark_step_begin()
         rows, _ = layer(ids, hidden)
         assert torch.equal(rows, host[ids] * 2)
+
+
+def zipf_ids(tokens, seed):
+    generator = torch.Generator().manual_seed(seed)
+    uniform = torch.rand(tokens, 16, generator=generator, dtype=torch.float64)
+    return ((uniform**-3).long() * 2654435761 % ROWS).cuda()
+
+
+def hot_model(cache_bytes):
+    module = NGrams().cuda()
+    offload_tables(module, gpu_cache_bytes=cache_bytes)
+    return module, hot_rows.cache_of(module.table.weight, torch.device("cuda", 0))
+
+
+@pytest.mark.parametrize("cache_bytes", [100_000, 4_000_000])
+def test_hot_rows_are_exact_and_fetched_once(cache_bytes):
+    module, cache = hot_model(cache_bytes)
+    host = module.table.weight.detach().cuda()
+    for step in range(100):
+        ids = zipf_ids(256 + step, step)
+        cache.reset_counts()
+        held = cache.holds(ids)
+        flight = torch.ops.ple.lookup_start(module.table.weight, ids)
+        assert torch.equal(torch.ops.ple.lookup_wait(flight, module.table.weight, ids), host[ids])
+        counts = cache.counts()
+        # A row that this batch evicts before all its positions have looked is fetched after all, but once.
+        assert counts["looked_up"] == ids.numel() and 0 <= counts["hits"] <= held.sum()
+        assert ids[~held].unique().numel() <= counts["fetched"] <= ids.unique().numel()
+    assert held.float().mean() > 0.3 and cache._state[0] == 0
+
+
+def test_hot_rows_under_two_streams_and_graphs_at_once():
+    module, cache = hot_model(1_000_000)
+    table = module.table.weight
+    host = table.detach().cuda()
+    torch.ops.ple.lookup(table, zipf_ids(512, 0))
+    streams, graphs, inputs, outputs = [], [], [], []
+    for seed in range(3):
+        ids = zipf_ids(512, seed)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            flight = torch.ops.ple.lookup_start(table, ids)
+            rows = torch.ops.ple.lookup_wait(flight, table, ids)
+        streams.append(torch.cuda.Stream())
+        graphs.append(graph)
+        inputs.append(ids)
+        outputs.append(rows)
+    for step in range(200):
+        for seed, ids in enumerate(inputs):
+            ids.copy_(zipf_ids(512, 3 * step + seed))
+        torch.cuda.synchronize()
+        for stream, graph in zip(streams, graphs):
+            with torch.cuda.stream(stream):
+                graph.replay()
+        torch.cuda.synchronize()
+        assert all(torch.equal(rows, host[ids]) for rows, ids in zip(outputs, inputs)), step
+    assert cache._state[0] == 0
+
+
+def test_hot_rows_follow_an_update_and_need_no_host_synchronisation():
+    module, cache = hot_model(1_000_000)
+    table, ids = module.table.weight, zipf_ids(512, 0)
+    torch.ops.ple.lookup(table, ids)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        torch.ops.ple.lookup_wait(torch.ops.ple.lookup_start(table, ids), table, ids)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert cache.holds(ids).any()
+    module.load_state_dict(NGrams().state_dict())
+    assert_rows(torch.ops.ple.lookup(table, ids), table, ids)
+    with torch.no_grad():
+        table.mul_(2)
+    assert_rows(torch.ops.ple.lookup(table, ids), table, ids)
+
+
+def test_hot_rows_use_the_memory_they_were_given():
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    module, _ = hot_model(50_000_000)
+    used = torch.cuda.memory_allocated() - before
+    assert 49_000_000 < used < 51_000_000
+    del module
+    gc.collect()
+    assert torch.cuda.memory_allocated() - before < 1_000_000
