@@ -1,0 +1,338 @@
+"""The whole PLE layer behind its projections: gate, norms, dilated short convolution and residuals, with its state.
+
+    gated, normed = gate(key, value, hidden, ...)             ple_compile/ops/gate.py
+    out = gated + short_conv(normed, conv_weight, state)      ple_compile/ops/short_conv.py
+    out = hidden + out                                        with add_hidden
+    new_state = last `window` columns of cat([state or zeros, normed])
+
+key and hidden are [B, S, C], value [B, S, C / streams], state [B, C, W] (oldest column first), out [B, S, C]. Rounds
+where those two ops round, the two sums to the promotions of their terms.
+
+`gate_conv` leaves the state alone, `gate_conv_update` returns a new one, `gate_conv_update_` writes it into the old
+one's memory.
+
+Bytes per token in bf16 at the released widths: 66 KB if every tensor moves once, 92 KB as two kernels (hidden and
+value are read by both; what L2 still holds of them is free), 169 KB if gated and normed were written out.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from ple_compile.ops import gate as gate_op
+from ple_compile.ops import short_conv as short_conv_op
+from ple_compile.ops._gate_conv_kernels import few_tokens_kernel, state_kernel, window_kernel
+from ple_compile.ops._library import define
+from ple_compile.ops._rounding import TRITON_DTYPE
+from ple_compile.ops._tiles import row_parts, vector_size
+
+
+class Tuning(NamedTuple):
+    """Launch choices; the defaults are the best found on one H200 (benchmarks/kernels.py --sweep)."""
+
+    few_tokens: int = 16  # up to here one launch does everything
+    few_warps: int = 8
+    few_programs: int = 528
+    gate_rows: int = 1
+    gate_warps: int | None = None
+    conv_block: int = 512
+    conv_vector: int = 8  # channels per thread
+    conv_programs: int = 4096
+    chunk: int = 1 << 30  # tokens per pair of launches
+
+
+TUNED = Tuning()
+
+
+class Inputs(NamedTuple):
+    """The arguments that the three ops share, in schema order."""
+
+    key: Tensor
+    value: Tensor
+    hidden: Tensor
+    norm_key_weight: Tensor
+    norm_query_weight: Tensor
+    norm_conv_weight: Tensor
+    conv_weight: Tensor
+    mask: Tensor | None
+    state: Tensor | None
+    eps: list[float]
+    eps_tensors: list[Tensor]
+    gate_dtype: torch.dtype
+    dilation: int
+    add_hidden: bool
+
+    @property
+    def gated_dtype(self) -> torch.dtype:
+        return torch.promote_types(self.gate_dtype, self.value.dtype)
+
+    @property
+    def sum_dtype(self) -> torch.dtype:
+        return torch.promote_types(self.gated_dtype, self.conv_weight.dtype)
+
+    @property
+    def out_dtype(self) -> torch.dtype:
+        return torch.promote_types(self.sum_dtype, self.hidden.dtype) if self.add_hidden else self.sum_dtype
+
+
+def reference_with_normed(inputs: Inputs) -> tuple[Tensor, Tensor]:
+    gated, normed = gate_op.reference(*inputs[:6], inputs.mask, inputs.eps, inputs.eps_tensors, inputs.gate_dtype)
+    out = gated + short_conv_op.reference(normed, inputs.conv_weight, inputs.state, inputs.dilation)
+    return (inputs.hidden + out if inputs.add_hidden else out), normed
+
+
+def reference(*args) -> Tensor:
+    return reference_with_normed(Inputs(*args))[0]
+
+
+def reference_update(*args) -> tuple[Tensor, Tensor]:
+    *shared, window = args
+    inputs = Inputs(*shared)
+    check_window(inputs, window)
+    out, normed = reference_with_normed(inputs)
+    columns = normed.transpose(1, 2)
+    past = columns.new_zeros(*columns.shape[:2], window) if inputs.state is None else inputs.state.to(columns.dtype)
+    history = torch.cat([past, columns], dim=-1)
+    return out, history[..., history.shape[-1] - window :].contiguous()
+
+
+def reference_update_(*args) -> Tensor:
+    state: Tensor = args[Inputs._fields.index("state")]
+    out, new_state = reference_update(*args, state.shape[-1])
+    state.copy_(new_state)
+    return out
+
+
+def launch(*args) -> Tensor:
+    inputs = Inputs(*args)
+    return run(inputs, None) if computes(inputs) else reference(*args)
+
+
+def launch_update(*args) -> tuple[Tensor, Tensor]:
+    *shared, window = args
+    inputs = Inputs(*shared)
+    if not computes(inputs):
+        return reference_update(*args)
+    check_window(inputs, window)
+    batch, _, width = inputs.key.shape
+    new_state = torch.empty(batch, width, window, dtype=inputs.gated_dtype, device=inputs.key.device)
+    return run(inputs, new_state), new_state
+
+
+def launch_update_(*args) -> Tensor:
+    inputs = Inputs(*args)
+    return run(inputs, inputs.state) if computes(inputs) else reference_update_(*args)
+
+
+def computes(inputs: Inputs) -> bool:
+    """Whether the kernels compute these dtypes; float64 takes the reference path on every device."""
+    return gate_op.computes(*inputs[:9]) and inputs.gate_dtype != torch.float64
+
+
+def run(inputs: Inputs, new_state: Tensor | None, tuning: Tuning = TUNED) -> Tensor:
+    """Launch the kernels; `new_state` (which may be the old one) receives the next state."""
+    check(inputs)
+    batch, seq, width = inputs.key.shape
+    out = torch.empty(batch, seq, width, dtype=inputs.out_dtype, device=inputs.key.device)
+    if out.numel() == 0:
+        if new_state is not None and new_state is not inputs.state and new_state.numel():
+            # No tokens: the state stays as it is.
+            past = new_state.new_zeros(new_state.shape) if inputs.state is None else inputs.state
+            new_state.copy_(past[..., past.shape[-1] - new_state.shape[-1] :])
+        return out
+    if seq == 1:
+        launch_few_tokens(inputs, out, new_state, None, tuning)
+        return out
+    streams = width // inputs.value.shape[-1]
+    scalars = torch.empty(2, streams, batch * seq, dtype=torch.float32, device=out.device)
+    if batch * seq <= tuning.few_tokens:
+        launch_few_tokens(inputs, out, None, scalars, tuning)
+    else:
+        launch_many_tokens(inputs, out, scalars, tuning)
+    if new_state is not None:
+        launch_state(inputs, new_state, scalars)
+    return out
+
+
+def launch_few_tokens(
+    inputs: Inputs, out: Tensor, new_state: Tensor | None, scalars: Tensor | None, tuning: Tuning
+) -> None:
+    key, value, hidden = (gate_op.batched(x) for x in inputs[:3])
+    batch, seq, width = value.shape
+    streams = key.shape[-1] // width
+    kernel = inputs.conv_weight.shape[-1]
+    vector = vector_size(key, value, hidden)
+    num_warps = max(1, min(tuning.few_warps, triton.next_power_of_2(width) // 128))
+    # The scalars are computed by every program of a row: cut rows only as far as the GPU has room for.
+    block = min(512, triton.next_power_of_2(width))
+    while block < width and triton.cdiv(width, block) * streams * batch * seq > tuning.few_programs:
+        block *= 2
+    few_tokens_kernel[(triton.cdiv(width, block) * streams * batch * seq,)](
+        out,
+        new_state,
+        scalars,
+        key,
+        value,
+        hidden,
+        *(weight.contiguous() for weight in inputs[3:7]),
+        inputs.mask,
+        inputs.state,
+        batch * seq,
+        seq,
+        *key.stride()[:2],
+        *value.stride()[:2],
+        *hidden.stride()[:2],
+        *((0, 0) if inputs.mask is None else inputs.mask.stride()),
+        *((0, 0, 0) if new_state is None else new_state.stride()),
+        *((0, 0, 0, 0) if inputs.state is None else (*inputs.state.stride(), inputs.state.shape[-1])),
+        *gate_op.epsilons(inputs.eps, inputs.eps_tensors),
+        1.0 / math.sqrt(width),
+        STREAMS=streams,
+        WIDTH=width,
+        KERNEL=kernel,
+        DILATION=inputs.dilation,
+        WINDOW=0 if new_state is None else new_state.shape[-1],
+        ROWS=1 if seq == 1 else triton.next_power_of_2(kernel),
+        LANES=32 * num_warps,
+        PARTS=row_parts(width, 32 * num_warps, vector),
+        CHANNELS=min(block, width),
+        BLOCK=block,
+        STATE_BLOCK=128 * num_warps,
+        ADD_HIDDEN=inputs.add_hidden,
+        SUM=TRITON_DTYPE[inputs.sum_dtype],
+        num_warps=num_warps,
+        **gate_op.dtypes(key, value, hidden, inputs.gate_dtype),
+    )
+
+
+def launch_many_tokens(inputs: Inputs, out: Tensor, scalars: Tensor, tuning: Tuning) -> None:
+    value, hidden = gate_op.batched(inputs.value), gate_op.batched(inputs.hidden)
+    batch, seq, width = value.shape
+    streams = out.shape[-1] // width
+    kernel = inputs.conv_weight.shape[-1]
+    eps = gate_op.epsilons(inputs.eps, inputs.eps_tensors)
+    norm_weight, conv_weight = inputs.norm_conv_weight.contiguous(), inputs.conv_weight.contiguous()
+    # Without padding where a power of two of at least a warp's width divides the row.
+    block = max(tuning.conv_block >> 3, width & -width)
+    block = min(block, tuning.conv_block, triton.next_power_of_2(width))
+    blocks = triton.cdiv(width, block) * streams
+
+    chunk = tuning.chunk if batch == 1 else seq
+    for begin in range(0, seq, chunk):
+        end = min(begin + chunk, seq)
+        gate_op.launch_gate(
+            *inputs[:6], inputs.mask, eps, inputs.gate_dtype, scalars=scalars, begin=begin * batch, end=end * batch,
+            rows=tuning.gate_rows, num_warps=tuning.gate_warps,
+        )  # fmt: skip
+        segments, steps = short_conv_op.chains(batch, end - begin, inputs.dilation, tuning.conv_programs // blocks)
+        window_kernel[(blocks * batch * segments * inputs.dilation,)](
+            out,
+            scalars,
+            value,
+            hidden,
+            norm_weight,
+            conv_weight,
+            inputs.mask,
+            inputs.state,
+            batch * seq,
+            seq,
+            begin,
+            end,
+            segments,
+            steps,
+            *value.stride()[:2],
+            *hidden.stride()[:2],
+            *((0, 0) if inputs.mask is None else inputs.mask.stride()),
+            *((0, 0, 0, 0) if inputs.state is None else (*inputs.state.stride(), inputs.state.shape[-1])),
+            STREAMS=streams,
+            WIDTH=width,
+            KERNEL=kernel,
+            DILATION=inputs.dilation,
+            BLOCK=block,
+            ADD_HIDDEN=inputs.add_hidden,
+            GATED=TRITON_DTYPE[inputs.gated_dtype],
+            SUM=TRITON_DTYPE[inputs.sum_dtype],
+            num_warps=max(1, block // (32 * tuning.conv_vector)),
+        )
+
+
+def launch_state(inputs: Inputs, new_state: Tensor, scalars: Tensor) -> None:
+    value = gate_op.batched(inputs.value)
+    batch, seq, width = value.shape
+    streams = new_state.shape[1] // width
+    window = new_state.shape[-1]
+    if window == 0:
+        return
+    channels = 256
+    state_kernel[(triton.cdiv(width, channels) * streams * batch,)](
+        new_state,
+        inputs.state,
+        scalars,
+        value,
+        inputs.norm_conv_weight.contiguous(),
+        inputs.mask,
+        batch * seq,
+        seq,
+        *value.stride()[:2],
+        *((0, 0) if inputs.mask is None else inputs.mask.stride()),
+        *new_state.stride(),
+        *((0, 0, 0, window) if inputs.state is None else (*inputs.state.stride(), inputs.state.shape[-1])),
+        STREAMS=streams,
+        WIDTH=width,
+        WINDOW=window,
+        CHANNELS=channels,
+        BLOCK=1024,
+        GATED=TRITON_DTYPE[inputs.gated_dtype],
+        num_warps=4,
+    )
+
+
+def check(inputs: Inputs) -> None:
+    gate_op.check(*inputs[:3], inputs[3:6])
+    short_conv_op.check(inputs.key, inputs.conv_weight, inputs.state, inputs.dilation)
+
+
+def check_window(inputs: Inputs, window: int) -> None:
+    if inputs.state is not None and window > inputs.state.shape[-1] + inputs.key.shape[1]:
+        raise ValueError(
+            f"gate_conv_update: window {window} is wider than the state's {inputs.state.shape[-1]} columns and "
+            f"{inputs.key.shape[1]} new tokens together; pass at most their sum"
+        )
+
+
+def fake(*args) -> Tensor:
+    inputs = Inputs(*args)
+    return inputs.key.new_empty(inputs.key.shape, dtype=inputs.out_dtype)
+
+
+def fake_update(*args) -> tuple[Tensor, Tensor]:
+    *shared, window = args
+    inputs = Inputs(*shared)
+    batch, _, width = inputs.key.shape
+    return fake(*shared), inputs.key.new_empty((batch, width, window), dtype=inputs.gated_dtype)
+
+
+SHARED = (
+    "Tensor key, Tensor value, Tensor hidden, Tensor norm_key_weight, Tensor norm_query_weight, "
+    "Tensor norm_conv_weight, Tensor conv_weight, Tensor? mask, {state}, float[] eps, Tensor[] eps_tensors, "
+    "ScalarType gate_dtype, int dilation, bool add_hidden"
+)
+
+gate_conv = define(
+    f"gate_conv({SHARED.format(state='Tensor? state')}) -> Tensor", cpu=reference, cuda=launch, fake=fake
+)
+gate_conv_update = define(
+    f"gate_conv_update({SHARED.format(state='Tensor? state')}, int window) -> (Tensor out, Tensor new_state)",
+    cpu=reference_update,
+    cuda=launch_update,
+    fake=fake_update,
+)
+gate_conv_update_ = define(
+    f"gate_conv_update_({SHARED.format(state='Tensor(a!) state')}) -> Tensor",
+    cpu=reference_update_,
+    cuda=launch_update_,
+    fake=fake,
+)

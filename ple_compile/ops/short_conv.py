@@ -1,0 +1,172 @@
+# mypy: disable-error-code="assignment"
+"""Depthwise, causal, dilated convolution with silu.
+
+    y[b, t, c] = silu(sum over k of weight[c, k] * x[b, t - (K - 1 - k) * dilation, c])
+
+Before the sequence x reads the last columns of `state` [B, C, W] (oldest first, W >= (K - 1) * dilation), or zeros.
+x is [B, S, C], weight [C, 1, K] or [C, K]; y is [B, S, C] in weight's dtype. x and state are cast to that dtype, the
+taps accumulate in float32, the sum is rounded, and silu computes in float32.
+
+Bytes per token: 2 * C elements. A program walks along tokens of equal residue modulo the dilation: each tap is read
+once and stays in registers.
+"""
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ple_compile.ops._library import define
+from ple_compile.ops._rounding import cast, round_to, silu, to_float32
+from ple_compile.ops._tiles import when
+
+
+def reference(x: Tensor, weight: Tensor, state: Tensor | None, dilation: int) -> Tensor:
+    check(x, weight, state, dilation)
+    if x.numel() == 0:
+        return fake(x, weight, state, dilation)
+    left = (weight.shape[-1] - 1) * dilation
+    sequence = x.transpose(1, 2).to(weight.dtype)
+    if state is None:
+        sequence = F.pad(sequence, (left, 0))
+    else:
+        sequence = torch.cat([state[..., state.shape[-1] - left :].to(weight.dtype), sequence], dim=-1)
+    convolved = F.conv1d(sequence, weight.reshape(x.shape[-1], 1, -1), groups=x.shape[-1], dilation=dilation)
+    return F.silu(convolved).transpose(1, 2).contiguous()
+
+
+@triton.jit
+def load_taps(weight_ptr, channels, mask, KERNEL: tl.constexpr):
+    """The conv weights [.., KERNEL] of `channels` as a tuple of KERNEL float32 vectors, oldest tap first."""
+    taps = ()
+    if KERNEL == 4:
+        # One contiguous read, taken apart: single taps would be strided 2-byte loads.
+        tap = tl.arange(0, 4)[None, :]
+        rows = tl.load(weight_ptr + channels[:, None] * 4 + tap, mask=mask[:, None], other=0.0)
+        even, odd = tl.split(tl.reshape(rows, (rows.shape[0], 2, 2)))
+        first, third = tl.split(even)
+        second, fourth = tl.split(odd)
+        taps += (to_float32(first), to_float32(second), to_float32(third), to_float32(fourth))
+    else:
+        for k in tl.static_range(KERNEL):
+            taps += (to_float32(tl.load(weight_ptr + channels * KERNEL + k, mask=mask, other=0.0)),)
+    return taps
+
+
+@triton.jit(do_not_specialize=["seq", "segments", "steps", "state_columns"])
+def short_conv_kernel(
+    y_ptr,
+    x_ptr,
+    weight_ptr,
+    state_ptr,
+    seq,
+    segments,
+    steps,
+    x_batch,
+    x_row,
+    x_channel,
+    state_batch,
+    state_channel,
+    state_column,
+    state_columns,
+    CHANNELS: tl.constexpr,
+    KERNEL: tl.constexpr,
+    DILATION: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    CONV: tl.constexpr = weight_ptr.dtype.element_ty
+    BLOCKS: tl.constexpr = (CHANNELS + BLOCK - 1) // BLOCK
+    channels = (tl.program_id(0) % BLOCKS) * BLOCK + tl.arange(0, BLOCK)
+    inside = channels < CHANNELS
+    chain = tl.program_id(0) // BLOCKS
+    batch = (chain // DILATION // segments).to(tl.int64)
+    first = (chain // DILATION % segments) * steps * DILATION + chain % DILATION
+    steps = tl.minimum(steps, (seq - first + DILATION - 1) // DILATION)
+    taps = load_taps(weight_ptr, channels, inside, KERNEL)
+    x_ptr += batch * x_batch + channels.to(tl.int64) * x_channel
+
+    # The first KERNEL - 1 steps only fill the window, from earlier tokens or from the state.
+    window = ()
+    for _ in tl.static_range(KERNEL - 1):
+        window += (tl.zeros([BLOCK], tl.float32),)
+    for step in tl.range(1 - KERNEL, steps, loop_unroll_factor=KERNEL):
+        row = (first + step * DILATION).to(tl.int64)
+        x = tl.load(x_ptr + row * x_row, mask=when(row >= 0, inside), other=0.0)
+        tap = round_to(x, CONV)
+        if step >= 0:
+            total = tap * taps[KERNEL - 1]
+            for k in tl.static_range(KERNEL - 1):
+                total += window[k] * taps[k]
+            y = cast(silu(round_to(total, CONV)), CONV)
+            tl.store(y_ptr + (batch * seq + row) * CHANNELS + channels, y, mask=inside)
+        elif state_ptr is not None:
+            if row < 0:
+                column = state_ptr + batch * state_batch + (state_columns + row) * state_column
+                past = tl.load(column + channels.to(tl.int64) * state_channel, mask=inside, other=0.0)
+                tap = round_to(past, CONV)
+        if KERNEL > 1:
+            window = window[1:] + (tap,)
+
+
+def chains(batch: int, tokens: int, dilation: int, wanted: int) -> tuple[int, int]:
+    """Segments per sequence and steps per chain, for about `wanted` chains (one per batch, segment and residue)."""
+    segments = max(1, min(wanted // (batch * dilation), triton.cdiv(tokens, dilation)))
+    steps = triton.cdiv(tokens, dilation * segments)
+    return triton.cdiv(tokens, dilation * steps), steps
+
+
+def launch(x: Tensor, weight: Tensor, state: Tensor | None, dilation: int) -> Tensor:
+    if torch.float64 in (x.dtype, weight.dtype):
+        return reference(x, weight, state, dilation)
+    check(x, weight, state, dilation)
+    y = fake(x, weight, state, dilation)
+    if y.numel() == 0:
+        return y
+    batch, seq, width = x.shape
+    block = min(512, triton.next_power_of_2(width))
+    blocks = triton.cdiv(width, block)
+    segments, steps = chains(batch, seq, dilation, wanted=4096 // blocks)
+    short_conv_kernel[(blocks * batch * segments * dilation,)](
+        y,
+        x,
+        weight.contiguous(),
+        state,
+        seq,
+        segments,
+        steps,
+        *x.stride(),
+        *((0, 0, 0, 0) if state is None else (*state.stride(), state.shape[-1])),
+        CHANNELS=width,
+        KERNEL=weight.shape[-1],
+        DILATION=dilation,
+        BLOCK=block,
+        num_warps=2,
+    )
+    return y
+
+
+def fake(x: Tensor, weight: Tensor, state: Tensor | None, dilation: int) -> Tensor:
+    return x.new_empty(x.shape, dtype=weight.dtype)
+
+
+def check(x: Tensor, weight: Tensor, state: Tensor | None, dilation: int) -> None:
+    if x.dim() != 3 or weight.shape[0] != x.shape[-1] or weight.numel() != weight.shape[0] * weight.shape[-1]:
+        raise ValueError(
+            f"short_conv: x {tuple(x.shape)} must be [batch, tokens, channels] and "
+            f"weight {tuple(weight.shape)} [channels, 1, taps] or [channels, taps]"
+        )
+    left = (weight.shape[-1] - 1) * dilation
+    if state is not None and (state.shape[:2] != (x.shape[0], x.shape[2]) or state.shape[2] < left):
+        raise ValueError(
+            f"short_conv: state {tuple(state.shape)} must be [{x.shape[0]}, {x.shape[2]}, columns] with at least "
+            f"(taps - 1) * dilation = {left} columns"
+        )
+
+
+short_conv = define(
+    "short_conv(Tensor x, Tensor weight, Tensor? state, int dilation) -> Tensor",
+    cpu=reference,
+    cuda=launch,
+    fake=fake,
+)
