@@ -34,10 +34,10 @@ def merge_kv_proj(graph: Graph, report: GraphReport, *, training: bool) -> int:
         except Declined as reason:
             report.declined("merge_kv_proj", gate, str(reason))
             continue
-        width, last = value(key).shape[-1], value(key).dim() - 1
+        width, last = dims(key)[-1], value(key).dim() - 1
         first = min(key, val)
         kv = insert(graph, first, kv_proj, (x, key_weight, value_weight))
-        total = width + value(val).shape[-1]
+        total = width + dims(val)[-1]
         for node, start, stop in ((key, 0, width), (val, width, total)):
             part = insert(graph, first, aten.slice.Tensor, (kv, last, start, stop))
             node.replace_all_uses_with(part)

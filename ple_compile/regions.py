@@ -52,7 +52,7 @@ def compile(model: nn.Module, **config: Any) -> nn.Module:
             raise ValueError(f"ple_compile.compile(strict=True): {message}; pass the model that holds it")
         log.warning("ple_compile.compile: %s; nothing was compiled", message)
         return model
-    undo = _Undo(settings, {name: layer._compiled_call_impl for name, layer in layers.items()}, None)
+    undo = _Undo(settings, {name: vars(layer).get("_compiled_call_impl") for name, layer in layers.items()}, None)
     for name, layer in layers.items():
         layer._compiled_call_impl = _compiled_call(layer, name, settings)
     if hasattr(model, "get_compiled_call"):
@@ -69,16 +69,21 @@ def restore(model: nn.Module) -> nn.Module:
     if undo is None:
         return model
     for name, call in undo.calls.items():
-        model.get_submodule(name)._compiled_call_impl = call
+        _put_back(model.get_submodule(name), "_compiled_call_impl", call)
     if hasattr(model, "get_compiled_call"):
-        del model.get_compiled_call
-        if undo.get_compiled_call is not None:
-            model.get_compiled_call = undo.get_compiled_call
+        _put_back(model, "get_compiled_call", undo.get_compiled_call)
         for attribute in ("_compiled_call", "_last_compile_config"):
             model.__dict__.pop(attribute, None)
     if not _compiled_models:
         upstream.reset_recompile_limit()
     return model
+
+
+def _put_back(module: nn.Module, name: str, value: Any) -> None:
+    """Set an instance attribute to what it was; None: it was the class's."""
+    delattr(module, name)
+    if value is not None:
+        setattr(module, name, value)
 
 
 def config_of(model: nn.Module) -> Config | None:

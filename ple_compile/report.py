@@ -21,7 +21,7 @@ class Event:
 
 @dataclass
 class GraphReport:
-    """All events of one compiled graph, how many complete PLE layers run in it, and why the graph ended where it did."""
+    """All events of one compiled graph, how many complete PLE layers run in it, and why the graph ended there."""
 
     events: list[Event] = field(default_factory=list)
     ple_layers: int = 0

@@ -3,6 +3,7 @@
 When a new PyTorch release moves one of them, this file and `tests/test_upstream.py` are what breaks, by name.
 """
 
+import weakref
 import zlib
 from collections.abc import Callable
 from typing import Any
@@ -94,8 +95,30 @@ def graph_break(gm: torch.fx.GraphModule) -> str:
 
 
 def expression(size: torch.SymInt) -> Any:
-    """The sympy expression of a symbolic size."""
-    return size.node.expr
+    """The sympy expression of a symbolic size, in the symbols that can really vary."""
+    return size.node.expr.xreplace(_constants(_shape_env(size)))
+
+
+_known_constants: "weakref.WeakKeyDictionary[Any, tuple[int, dict]]" = weakref.WeakKeyDictionary()
+
+
+def _constants(env: Any) -> dict:
+    """Symbols to which the guards leave one value only, without sympy having solved for it.
+
+    Under `dynamic=True` a layer's width is a symbol s with guards such as (s // 32) * 32 == 128 and s % 32 == 0.
+    """
+    count, known = _known_constants.get(env, (-1, {}))
+    if count != len(env.guards):
+        hints = {symbol: int(value) for symbol, value in env.backed_var_to_val.items()}
+        known = {s: sympy.Integer(h) for s, h in hints.items() if not _can_vary(env, s, h, hints)}
+        _known_constants[env] = len(env.guards), known
+    return known
+
+
+def _can_vary(env: Any, symbol: Any, traced: int, hints: dict) -> bool:
+    guards = [guard.expr for guard in env.guards if symbol in guard.expr.free_symbols]
+    others = (traced + 1, traced + 2, traced + 7, 2 * traced, 3 * traced, 4 * traced, traced + 64, traced + 4096)
+    return any(all(substitute(expr, {**hints, symbol: other}) != sympy.false for expr in guards) for other in others)
 
 
 def fingerprint(size: torch.SymInt) -> int | tuple[int, ...]:

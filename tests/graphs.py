@@ -62,6 +62,20 @@ def printed(graph: torch.fx.Graph) -> str:
     return graph.python_code("self").src.replace("torch.ops.", "").replace("self, ", "").strip() + "\n"
 
 
+def run_graph(graph: torch.fx.GraphModule, inputs: list, **kwargs: object) -> Callable:
+    """In the place of Inductor's inner compiler: its post-grad passes, ours among them, then the graph as it is."""
+    _recursive_post_grad_passes(graph, not torch.is_grad_enabled())
+    graph.recompile()
+
+    def run(args: list) -> object:
+        values = list(args)
+        args.clear()
+        return graph(*values)
+
+    run._boxed_call = True
+    return run
+
+
 def passes_backend(traced: Traced, config: Config | None = None) -> Callable:
     """A backend that runs the passes and then the graph itself."""
     config = config or Config()
@@ -74,17 +88,8 @@ def passes_backend(traced: Traced, config: Config | None = None) -> Callable:
         traced.reports.append(fuse.report)
 
         def inner_compile(graph: torch.fx.GraphModule, inputs: list, **kwargs: object) -> Callable:
-            _recursive_post_grad_passes(graph, True)
-            graph.recompile()
             traced.graphs.append(graph)
-
-            def run(args: list) -> object:
-                values = list(args)
-                args.clear()
-                return graph(*values)
-
-            run._boxed_call = True
-            return run
+            return run_graph(graph, inputs, **kwargs)
 
         patches = {"post_grad_custom_pre_pass": fuse, "force_disable_caches": True}
         return upstream.compile_fx(gm, example_inputs, inner_compile=inner_compile, config_patches=patches)

@@ -169,13 +169,14 @@ def insert(graph: Graph, anchor: Node, target: Callable, args: tuple) -> Node:
 def size_node(graph: Graph, anchor: Node, tensor: Node, dim: int) -> int | Node:
     """A size of `tensor` as a graph argument: an int, an existing symbolic-size node, or a new one before `anchor`."""
     size = value(tensor).shape[dim]
-    if not isinstance(size, torch.SymInt):
-        return size
+    known = dims(tensor)[dim]
+    if isinstance(known, int):
+        return known
     for node in graph.nodes:
         if node is anchor:
             break
-        known = node.meta.get("val")
-        if isinstance(known, torch.SymInt) and upstream.fingerprint(known) == upstream.fingerprint(size):
+        candidate = node.meta.get("val")
+        if isinstance(candidate, torch.SymInt) and upstream.fingerprint(candidate) == known:
             return node
     raise AssertionError(f"no node holds the size {size} of {tensor.format_node()}")
 

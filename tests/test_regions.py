@@ -1,0 +1,111 @@
+"""`ple_compile.compile`: every execution of a PLE layer is a compiled one, and the tokens are eager's."""
+
+import pytest
+import torch
+from transformers import CompileConfig, Qwen4ExpForCausalLM
+
+import ple_compile
+from tests.tiny_models import generate, prompt, tiny_model
+
+LENGTHS = (1, 2, 5, 8, 9, 10, 13, 24, 33, 70)
+
+
+def executions() -> int:
+    return ple_compile.stats()["ple_executions"]
+
+
+def forwards(model: Qwen4ExpForCausalLM) -> list[int]:
+    """Counts calls of the text model from now on."""
+    calls: list[int] = []
+    inner = model.model.forward
+
+    def counting(*args: object, **kwargs: object) -> object:
+        if not torch.compiler.is_compiling():
+            calls.append(1)
+        return inner(*args, **kwargs)
+
+    model.model.forward = counting
+    return calls
+
+
+@pytest.mark.parametrize("ple_layer_ids", [(2,), (1, 2, 3)])
+def test_ten_prompt_lengths_run_compiled(no_codegen: None, ple_layer_ids: tuple[int, ...]) -> None:
+    model = tiny_model(ple_layer_ids)
+    expected = [generate(model, prompt(length)) for length in LENGTHS]
+    ple_compile.compile(model, strict=True)
+    actual = [generate(model, prompt(length)) for length in LENGTHS]
+    for ours, eager in zip(actual, expected):
+        assert torch.equal(ours, eager)
+    # One prefill and two decode steps per prompt.
+    assert executions() == len(LENGTHS) * 3 * len(ple_layer_ids)
+
+
+def test_static_cache_decode_keeps_ple(no_codegen: None) -> None:
+    """transformers compiles the decode step itself for a static cache; `_compile_all_devices` makes it do so on a CPU."""
+    model = tiny_model()
+    expected = [generate(model, prompt(length), 5, cache_implementation="static") for length in (5, 11, 20)]
+    ple_compile.compile(model)
+    config = CompileConfig()
+    config._compile_all_devices = True
+    actual = [
+        generate(model, prompt(length), 5, cache_implementation="static", compile_config=config)
+        for length in (5, 11, 20)
+    ]
+    for ours, eager in zip(actual, expected):
+        assert torch.equal(ours, eager)
+    assert executions() == 3 * 5
+
+
+def test_compile_config_road(no_codegen: None) -> None:
+    """`CompileConfig(backend="ple")`: transformers never compiles the prefill."""
+    model = tiny_model()
+    expected = [generate(model, prompt(length), 5, cache_implementation="static") for length in (5, 11, 20)]
+    config = CompileConfig(backend="ple", mode=None)
+    config._compile_all_devices = True
+    actual = [
+        generate(model, prompt(length), 5, cache_implementation="static", compile_config=config)
+        for length in (5, 11, 20)
+    ]
+    for ours, eager in zip(actual, expected):
+        assert torch.equal(ours, eager)
+    assert executions() == 3 * (5 - 1)
+
+
+def test_restore_undoes_everything(no_codegen: None) -> None:
+    model = tiny_model()
+    limit = torch._dynamo.config.recompile_limit
+    before = {name: dict(vars(module)) for name, module in model.named_modules()}
+    ple_compile.compile(model)
+    generate(model, prompt(5))
+    ple_compile.restore(model)
+    for name, module in model.named_modules():
+        assert module.__dict__.keys() == before[name].keys()
+        assert module._compiled_call_impl is None
+    assert torch._dynamo.config.recompile_limit == limit
+    ple_compile.reset_stats()
+    generate(model, prompt(5))
+    assert executions() == 0
+
+
+def test_a_model_without_ple(no_codegen: None, caplog: pytest.LogCaptureFixture) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4))
+    assert ple_compile.compile(model) is model
+    assert "no PLE layer" in caplog.text
+    with pytest.raises(ValueError, match="no PLE layer"):
+        ple_compile.compile(model, strict=True)
+
+
+@torch.no_grad()
+def test_two_caches_through_one_model_do_not_mix(no_codegen: None) -> None:
+    model = tiny_model()
+    first, second = prompt(7, seed=1), prompt(7, seed=2)
+    expected = [model(first, use_cache=True), model(second, use_cache=True)]
+    ple_compile.compile(model)
+    ours = [model(first, use_cache=True), model(second, use_cache=True)]
+    token = torch.tensor([[5]])
+    for mine, eagers in zip(ours, expected):
+        name = "cache" if hasattr(mine, "cache") else "past_key_values"
+        step = model(token, **{name: getattr(mine, name)}).logits
+        ple_compile.restore(model)
+        torch.testing.assert_close(step, model(token, **{name: getattr(eagers, name)}).logits)
+        ple_compile.compile(model)
