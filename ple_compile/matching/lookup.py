@@ -8,6 +8,7 @@ all of it passes through, the last that equals the op is what the op returns.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.fx import Graph, Node
@@ -16,6 +17,7 @@ from ple_compile.matching import probe
 from ple_compile.matching.gate import Declined
 from ple_compile.matching.graph import (
     CASTS,
+    DEVICE_COPIES,
     VIEWS,
     aten,
     calls,
@@ -75,7 +77,7 @@ def find_quantized_lookups(graph: Graph) -> list[tuple[Node, QuantizedLookup | D
         elif node in scales:
             continue
         try:
-            found.append((node, _assign_roles(node, table, ids, inside)))
+            found.append((node, _match(node, table, ids, inside)))
         except Declined as reason:
             found.append((node, reason))
     return found
@@ -98,12 +100,13 @@ def _is_packed(table: Node, inside: list[Node]) -> bool:
 
 def _gathered(node: Node) -> tuple[Node, Node] | None:
     """(table [R, *], ids) when `node` takes whole rows of a table by id, in any spelling."""
+    args: tuple[Any, ...] = node.args
     if calls(node, {aten.embedding.default}):
-        return node.args[0], node.args[1]
-    if calls(node, {aten.index_select.default}) and node.args[1] == 0:
-        return node.args[0], node.args[2]
-    if calls(node, {aten.index.Tensor}) and len(node.args[1]) == 1 and node.args[1][0] is not None:
-        return node.args[0], node.args[1][0]
+        return args[0], args[1]
+    if calls(node, {aten.index_select.default}) and args[1] == 0:
+        return args[0], args[2]
+    if calls(node, {aten.index.Tensor}) and len(args[1]) == 1 and args[1][0] is not None:
+        return args[0], args[1][0]
     return None
 
 
@@ -154,58 +157,60 @@ def _scales(inside: list[Node]) -> list[Node]:
     return list(found)
 
 
-def _assign_roles(gather: Node, table: Node, ids: Node, inside: list[Node]) -> QuantizedLookup:
+def _match(gather: Node, table: Node, ids: Node, inside: list[Node]) -> QuantizedLookup:
+    """The lookup that ends at the last node that equals the op; raises `Declined` with the reason otherwise."""
     table = source(table, REINTERPRETS)
     if table.op not in ("placeholder", "get_attr") or value(table).dim() != 2:
         raise Declined(f"the table at {table.name} is computed in the graph, or is not [rows, width]")
+    if not isinstance(dims(table)[1], int):
+        raise Declined(f"the width of the table at {table.name} is symbolic")
     if value(ids).dtype not in (torch.int32, torch.int64):
         raise Declined(f"the ids are {value(ids).dtype}")
-    scales = _scales(inside)
-    rows_of = [n for n in scales if _gathered(n) is not None]
-    single = [n for n in scales if n not in rows_of]
-    products = [n for n in inside if calls(n, {aten.mul.Tensor})]
-    if not scales or not products:
-        crossing = [u for n in inside for u in n.users if u not in inside and value_device(u) != value_device(n)]
+    crossing = [u for n in inside for u in n.users if calls(u, DEVICE_COPIES) and value(u).device != value(n).device]
+    if not _scales(inside):
         raise Declined(
             f"the rows go to another device ({crossing[0].name}) before they are scaled"
             if crossing
             else "its rows are used without a scale"
         )
-    packed = _is_packed(table, inside)
-    if (len(rows_of), len(single)) not in ([(1, 1)] if packed else [(1, 0), (0, 1)]):
-        raise Declined(f"{len(rows_of)} scales by row and {len(single)} of one value belong to no known format")
-    scale = single[0] if not rows_of else source(_gathered(rows_of[0])[0], VIEWS)
-    if rows_of and dims(scale)[0] != dims(table)[0]:
-        raise Declined(f"the scale at {scale.name} has not one row for each of the table's")
-    if value(scale).dtype not in ({E4M3} if packed else FLOATS):
-        raise Declined(f"the scale at {scale.name} is {value(scale).dtype}")
-    product_dtype = torch.float32 if packed else value(products[0]).dtype
-    if product_dtype not in FLOATS:
-        raise Declined(f"the product at {products[0].name} is {product_dtype}")
-    roles = (gather, table, ids, scale, rows_of[0] if rows_of else None, single[0] if packed else None, product_dtype)
-    return _last_equal([QuantizedLookup(*roles, root) for root in _roots(inside, ids, table, packed)])
+    reasons = []
+    for root in _roots(inside, ids, table):
+        try:
+            lookup = _assign_roles(gather, table, ids, inside, root)
+            _verify(lookup)
+            return lookup
+        except Declined as reason:
+            reasons.append(reason)
+    raise reasons[0] if reasons else Declined("nothing computed from it is rows of float32, bfloat16 or float16")
 
 
-def value_device(node: Node) -> torch.device | None:
-    return value(node).device if is_tensor(node) else None
-
-
-def _roots(inside: list[Node], ids: Node, table: Node, packed: bool) -> list[Node]:
+def _roots(inside: list[Node], ids: Node, table: Node) -> list[Node]:
     """Nodes that could be the rows: in their layout, of a type that the op returns, the last first."""
-    width = value(table).shape[1] * (2 if packed else 1)
+    width = value(table).shape[1] * (2 if _is_packed(table, inside) else 1)
     found = [n for n in inside if value(n).dtype in FLOATS and dims(n) == (*dims(ids), width)]
     return found[::-1]
 
 
-def _last_equal(candidates: list[QuantizedLookup]) -> QuantizedLookup:
-    reasons = []
-    for candidate in candidates:
-        try:
-            _verify(candidate)
-            return candidate
-        except Declined as reason:
-            reasons.append(reason)
-    raise reasons[0] if reasons else Declined("nothing computed from it has the layout of its rows")
+def _assign_roles(gather: Node, table: Node, ids: Node, inside: list[Node], root: Node) -> QuantizedLookup:
+    needed = set(cone([root], {gather}))
+    part = [gather, *(n for n in inside if n in needed)]
+    scales, packed = _scales(part), _is_packed(table, inside)
+    rows_of = {n: found for n in scales if (found := _gathered(n)) is not None}
+    single = [n for n in scales if n not in rows_of]
+    products = [n for n in part if calls(n, {aten.mul.Tensor})]
+    if (len(rows_of), len(single)) not in ([(1, 1)] if packed else [(1, 0), (0, 1)]):
+        raise Declined(f"{len(rows_of)} scales by row and {len(single)} of one value belong to no known format")
+    scale_rows = next(iter(rows_of), None)
+    scale = single[0] if scale_rows is None else source(rows_of[scale_rows][0], VIEWS)
+    if scale_rows is not None and dims(scale)[0] != dims(table)[0]:
+        raise Declined(f"the scale at {scale.name} has not one row for each of the table's")
+    if value(scale).dtype not in ({E4M3} if packed else FLOATS):
+        raise Declined(f"the scale at {scale.name} is {value(scale).dtype}")
+    product_dtype = value(products[0]).dtype if products and not packed else torch.float32
+    if product_dtype not in FLOATS:
+        raise Declined(f"the product at {products[0].name} is {product_dtype}")
+    table_scale = single[0] if packed else None
+    return QuantizedLookup(gather, table, ids, scale, scale_rows, table_scale, product_dtype, root)
 
 
 def _verify(lookup: QuantizedLookup) -> None:
@@ -244,10 +249,11 @@ def _probe(
             run.env[lookup.scale_rows] = scale[ids].reshape(*ids.shape, *value(lookup.scale_rows).shape[ids.dim() :])
         else:
             run.env[lookup.scale] = scale.reshape(value(lookup.scale).shape)
-        if lookup.table_scale is not None:
+        if lookup.table_scale is not None and table_scale is not None:
             run.env[lookup.table_scale] = table_scale.reshape(value(lookup.table_scale).shape)
         run.run(nodes)
         actual = run.env[lookup.root]
+        assert isinstance(actual, torch.Tensor)
         if actual.shape != expected.shape or not torch.equal(actual.isnan(), expected.isnan()):
             raise Declined(f"the rows at {lookup.root.name} differ from those of the stored values times their scale")
         if not probe.same_rounding(actual.nan_to_num(0), expected.nan_to_num(0)):
@@ -304,7 +310,7 @@ class _FewerIds:
         if calls(node, {aten.expand.default}):
             return args[0].expand(shape)
         if calls(node, JOINS | PARTS):
-            dim = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)
+            dim: Any = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)
             if dim % value(node).dim() < (len(self.before) if value(node).shape[:1] == self.before[:1] else 1):
                 raise probe.Unprobeable(f"{node.format_node()} mixes ids, so it cannot be probed at a smaller size")
         return None

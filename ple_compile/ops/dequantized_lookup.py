@@ -1,15 +1,16 @@
 """Rows of a quantised table by id, gathered and dequantised in one launch.
 
-    e4m3:   rows[i, :] = round(table[ids[i], :] * scale)                           one scale, or one for each row
+    e4m3:   rows[i, :] = table[ids[i], :] * scale                              one scale, or one for each row
     nvfp4:  rows[i, :] = e2m1(table[ids[i], :]) * scale[ids[i], group] * table_scale
 
-table float8_e4m3fn [R, D] with scale float32, bfloat16 or float16 of one value or [R] or [R, 1]; the product is rounded
-to the scale's type, as `rows.to(scale.dtype) * scale` is. Or table uint8 [R, D / 2], two e2m1 codes a byte, the first
-in the low bits, with scale float8_e4m3fn [R, D / 16] and table_scale float32 of one value; products in float32, in the
-order written. Both are then rounded to `dtype`. ids are int32 or int64 of any shape; rows [*ids.shape, D] contiguous.
+e4m3: table [R, D] float8_e4m3fn, or uint8 with the same bytes; scale float32, bfloat16 or float16, of one value or [R]
+or [R, 1]. nvfp4: table uint8 [R, D / 2], two e2m1 codes a byte, the first in the low bits; scale float8_e4m3fn
+[R, D / 16]; table_scale float32 of one value. Products are taken in float32, in the order written, and rounded to
+`product_dtype` (float32 for nvfp4), then to `dtype`: `rows.to(scale.dtype) * scale` has the scale's type for both.
+ids are int32 or int64 of any shape; rows [*ids.shape, D] contiguous.
 
-With CUDA ids, table and scale lie on the same device or page-locked on the host, as for `lookup`; so do ids outside
-the table (rows of zeros on the device, an error on the CPU, nothing outside is read).
+With CUDA ids, table and scales lie on the same device or page-locked on the host, as for `lookup`. An id outside the
+table gives zeros on the device and is an error on the CPU; memory outside is never read.
 All codes decode by bit arithmetic, so sm80, which has no FP8, gives the same bits; the NaN codes give NaN.
 Bytes moved: the stored row in, D values out. Offsets are int64 throughout.
 """
@@ -30,12 +31,20 @@ _DEVICE_PROGRAMS = 2048
 _TILE_VALUES = 4096
 
 
-def reference(table: Tensor, scale: Tensor, table_scale: Tensor | None, ids: Tensor, dtype: torch.dtype) -> Tensor:
-    check_arguments(table, scale, table_scale, ids, dtype)
+def reference(
+    table: Tensor,
+    scale: Tensor,
+    table_scale: Tensor | None,
+    ids: Tensor,
+    product_dtype: torch.dtype,
+    dtype: torch.dtype,
+) -> Tensor:
+    check_arguments(table, scale, table_scale, ids, product_dtype, dtype)
     stored = lookup.reference(table, ids)
     if table_scale is None:
         factor = scale.reshape(()) if scale.numel() == 1 else scale.reshape(-1)[ids].unsqueeze(-1)
-        return (stored.to(scale.dtype) * factor).to(dtype)
+        values = stored.view(torch.float8_e4m3fn).to(torch.float32)
+        return (values * factor.to(torch.float32)).to(product_dtype).to(dtype)
     codes = torch.stack([stored & 15, stored >> 4], dim=-1).flatten(-2).long()
     magnitudes = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], device=table.device)
     values = torch.cat([magnitudes, -magnitudes])[codes]
@@ -71,6 +80,7 @@ def e4m3_lookup_kernel(
     WIDTH: tl.constexpr,
     ROW_STRIDE: tl.constexpr,
     SCALE_STRIDE: tl.constexpr,
+    PRODUCT: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_WIDTH: tl.constexpr,
 ):
@@ -85,7 +95,7 @@ def e4m3_lookup_kernel(
             table_ptr + row[:, None] * ROW_STRIDE + column, mask=inside[:, None] & (column < WIDTH), other=0
         )
         scale = tl.load(scale_ptr + row * SCALE_STRIDE, mask=inside, other=0.0)
-        product = (decode_e4m3(codes) * scale.to(tl.float32)[:, None]).to(scale.dtype)
+        product = (decode_e4m3(codes) * scale.to(tl.float32)[:, None]).to(PRODUCT)
         tl.store(
             rows_ptr + index.to(tl.int64)[:, None] * WIDTH + column,
             product.to(tl.float32).to(rows_ptr.dtype.element_ty),
@@ -136,8 +146,15 @@ def nvfp4_lookup_kernel(
         start += step
 
 
-def launch(table: Tensor, scale: Tensor, table_scale: Tensor | None, ids: Tensor, dtype: torch.dtype) -> Tensor:
-    check_arguments(table, scale, table_scale, ids, dtype)
+def launch(
+    table: Tensor,
+    scale: Tensor,
+    table_scale: Tensor | None,
+    ids: Tensor,
+    product_dtype: torch.dtype,
+    dtype: torch.dtype,
+) -> Tensor:
+    check_arguments(table, scale, table_scale, ids, product_dtype, dtype)
     width = row_width(table, table_scale)
     rows = torch.empty((*ids.shape, width), dtype=dtype, device=ids.device)
     if rows.numel() == 0:
@@ -157,6 +174,7 @@ def launch(table: Tensor, scale: Tensor, table_scale: Tensor | None, ids: Tensor
             WIDTH=width,
             ROW_STRIDE=table.stride(0),
             SCALE_STRIDE=0 if scale.numel() == 1 else scale.stride(0),
+            PRODUCT=TRITON_DTYPE[product_dtype],
             BLOCK_ROWS=block_rows,
             BLOCK_WIDTH=block_width,
             num_warps=8,
@@ -178,7 +196,14 @@ def launch(table: Tensor, scale: Tensor, table_scale: Tensor | None, ids: Tensor
     return rows
 
 
-def fake(table: Tensor, scale: Tensor, table_scale: Tensor | None, ids: Tensor, dtype: torch.dtype) -> Tensor:
+def fake(
+    table: Tensor,
+    scale: Tensor,
+    table_scale: Tensor | None,
+    ids: Tensor,
+    product_dtype: torch.dtype,
+    dtype: torch.dtype,
+) -> Tensor:
     return ids.new_empty((*ids.shape, row_width(table, table_scale)), dtype=dtype)
 
 
@@ -186,18 +211,25 @@ def row_width(table: Tensor, table_scale: Tensor | None) -> int:
     return table.shape[1] if table_scale is None else table.shape[1] * 2
 
 
-def check_arguments(table: Tensor, scale: Tensor, table_scale: Tensor | None, ids: Tensor, dtype: torch.dtype) -> None:
+def check_arguments(
+    table: Tensor,
+    scale: Tensor,
+    table_scale: Tensor | None,
+    ids: Tensor,
+    product_dtype: torch.dtype,
+    dtype: torch.dtype,
+) -> None:
     lookup.check_arguments(table, ids)
     rows, stored = table.shape
-    if dtype not in TRITON_DTYPE:
-        raise ValueError(f"dequantized_lookup: rows of {dtype}; ask for float32, bfloat16 or float16")
+    if dtype not in TRITON_DTYPE or product_dtype not in TRITON_DTYPE:
+        raise ValueError(f"dequantized_lookup: rows of {product_dtype}, {dtype}; ask for float32, bfloat16 or float16")
     if table_scale is None:
-        fits = table.dtype == torch.float8_e4m3fn and scale.dtype in TRITON_DTYPE
+        fits = table.dtype in (torch.float8_e4m3fn, torch.uint8) and scale.dtype in TRITON_DTYPE
         fits &= scale.numel() == 1 or tuple(scale.shape) in ((rows,), (rows, 1))
     else:
         fits = table.dtype == torch.uint8 and scale.dtype == torch.float8_e4m3fn and (stored * 2) % GROUP == 0
         fits &= tuple(scale.shape) == (rows, stored * 2 // GROUP) and (scale.stride(1) == 1 or scale.shape[1] == 1)
-        fits &= table_scale.dtype == torch.float32 and table_scale.numel() == 1
+        fits &= table_scale.dtype == product_dtype == torch.float32 and table_scale.numel() == 1
     if not fits:
         raise ValueError(
             f"dequantized_lookup: table {table.dtype} {tuple(table.shape)} and scale {scale.dtype} "
@@ -214,7 +246,8 @@ def check_arguments(table: Tensor, scale: Tensor, table_scale: Tensor | None, id
 
 
 dequantized_lookup = define(
-    "dequantized_lookup(Tensor table, Tensor scale, Tensor? table_scale, Tensor ids, ScalarType dtype) -> Tensor",
+    "dequantized_lookup(Tensor table, Tensor scale, Tensor? table_scale, Tensor ids, ScalarType product_dtype, "
+    "ScalarType dtype) -> Tensor",
     cpu=reference,
     cuda=launch,
     fake=fake,

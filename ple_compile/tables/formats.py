@@ -86,8 +86,12 @@ class QuantizedEmbedding(nn.Embedding):
     def forward(self, input: Tensor) -> Tensor:
         if not torch.compiler.is_compiling():
             self._check_at_first_use()
-        stored = {name: F.embedding(input, getattr(self, name)) for name in self.row_parameters}
-        stored |= {name: getattr(self, name) for name in self.table_parameters}
+        # The weight through nn.Embedding, in whose place a sharded table puts its own lookup.
+        stored = {"weight": super().forward(input)}
+        for name in self._parameters:
+            if name != "weight":
+                scale = getattr(self, name)
+                stored[name] = F.embedding(input, scale) if name in self.row_parameters else scale
         return self.decode(stored, self.activation_dtype)
 
     def _check_at_first_use(self) -> None:

@@ -50,7 +50,7 @@ def truncates(implementation, *dtypes):
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_every_e4m3_byte_decodes_as_pytorch_does(implementation, dtype):
     table = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)[:, None]
-    rows = implementation(table, torch.ones(1, dtype=dtype), None, torch.arange(256), dtype)
+    rows = implementation(table, torch.ones(1, dtype=dtype), None, torch.arange(256), dtype, dtype)
     assert_same(rows, table.to(dtype))
     assert rows.isnan().sum() == 2
 
@@ -60,7 +60,7 @@ def test_every_e2m1_code_decodes_as_pytorch_does(implementation):
     low, high = torch.meshgrid(torch.arange(16), torch.arange(16), indexing="ij")
     table = (low + 16 * high).to(torch.uint8).reshape(32, 8)
     scale = torch.ones(32, 1).to(torch.float8_e4m3fn)
-    rows = implementation(table, scale, torch.ones(1), torch.arange(32), torch.float32)
+    rows = implementation(table, scale, torch.ones(1), torch.arange(32), torch.float32, torch.float32)
     pairs = torch.stack([low, high], dim=-1).to(torch.uint8).reshape(32, 16)
     assert_same(rows, _floatx_unpacked_to_f32(pairs, 2, 1))
 
@@ -69,7 +69,7 @@ def test_every_e2m1_code_decodes_as_pytorch_does(implementation):
 def test_every_group_scale_decodes_as_pytorch_does(implementation):
     table = torch.full((256, 8), 0x22, dtype=torch.uint8)  # ones
     scale = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)[:, None]
-    rows = implementation(table, scale, torch.ones(1), torch.arange(256), torch.float32)
+    rows = implementation(table, scale, torch.ones(1), torch.arange(256), torch.float32, torch.float32)
     assert_same(rows, scale.float().expand(256, 16).contiguous())
 
 
@@ -81,7 +81,7 @@ def test_e4m3_rounds_to_the_scale_then_to_the_result(implementation, dtype, scal
     table, ids = fp8_table(97, 20), torch.randint(0, 97, (2, 5, 3))
     scale = (torch.rand(scale_shape) + 0.5).to(scale_dtype)
     factor = scale.reshape(-1).expand(97)[ids, None] if scale.numel() == 97 else scale
-    rows = implementation(table, scale, None, ids, dtype)
+    rows = implementation(table, scale, None, ids, scale_dtype, dtype)
     expected = (table[ids].to(scale_dtype) * factor).to(dtype)
     assert_same(rows, expected, truncates(implementation, dtype, scale_dtype))
 
@@ -92,7 +92,7 @@ def test_e4m3_rounds_to_the_scale_then_to_the_result(implementation, dtype, scal
 def test_nvfp4(implementation, dtype, width):
     table, scale, table_scale = nvfp4_table(97, width)
     ids = torch.randint(0, 97, (2, 5, 3))
-    rows = implementation(table, scale, table_scale, ids, dtype)
+    rows = implementation(table, scale, table_scale, ids, torch.float32, dtype)
     assert_same(rows, nvfp4_rows(table, scale, table_scale, ids, dtype), truncates(implementation, dtype))
 
 
@@ -101,10 +101,10 @@ def test_nvfp4(implementation, dtype, width):
 @pytest.mark.parametrize("shape", [(), (1,), (200,), (3, 0), (0,)], ids=str)
 def test_any_shape_of_ids(implementation, ids_dtype, shape):
     table, scale, ids = fp8_table(50, 20), torch.rand(50) + 0.5, torch.randint(0, 50, shape, dtype=ids_dtype)
-    rows = implementation(table, scale, None, ids, torch.float16)
+    rows = implementation(table, scale, None, ids, torch.float32, torch.float16)
     assert_same(rows, (table[ids.long()].float() * scale[ids.long(), None]).half())
     table, scale, table_scale = nvfp4_table(50, 32)
-    rows = implementation(table, scale, table_scale, ids, torch.float16)
+    rows = implementation(table, scale, table_scale, ids, torch.float32, torch.float16)
     assert_same(rows, nvfp4_rows(table, scale, table_scale, ids.long(), torch.float16))
 
 
@@ -112,11 +112,11 @@ def test_any_shape_of_ids(implementation, ids_dtype, shape):
 def test_strided_ids_tables_and_scales(implementation):
     table, scale, ids = fp8_table(60, 33)[::2, 1:30], torch.rand(90)[::3], torch.randint(0, 30, (7, 9, 2))[..., 0].T
     expected = (table[ids].float() * scale[ids, None]).half()
-    assert_same(implementation(table, scale, None, ids, torch.float16), expected)
+    assert_same(implementation(table, scale, None, ids, torch.float32, torch.float16), expected)
     table, scale, table_scale = nvfp4_table(60, 64)
     table, scale = table[::2, 8:24], scale[::2, 1:3]
     expected = nvfp4_rows(table, scale, table_scale, ids, torch.float32)
-    assert_same(implementation(table, scale, table_scale, ids, torch.float32), expected)
+    assert_same(implementation(table, scale, table_scale, ids, torch.float32, torch.float32), expected)
 
 
 def test_kernels_read_only_the_table():
@@ -127,15 +127,15 @@ def test_kernels_read_only_the_table():
     scale = torch.full((30,), torch.nan)
     scale[10:20] = 2.0
     for factor in (scale[10:20], torch.tensor([2.0])):
-        assert torch.equal(op.launch(whole[10:20], factor, None, ids, torch.float32)[:, 3], wanted)
+        assert torch.equal(op.launch(whole[10:20], factor, None, ids, torch.float32, torch.float32)[:, 3], wanted)
     packed = torch.full((30, 8), 0x77, dtype=torch.uint8)
     packed[10:20] = 0x22
     groups = torch.full((30, 1), torch.nan).to(torch.float8_e4m3fn)
     groups[10:20] = 1.0
-    rows = op.launch(packed[10:20], groups[10:20], torch.tensor([2.0]), ids, torch.float32)
+    rows = op.launch(packed[10:20], groups[10:20], torch.tensor([2.0]), ids, torch.float32, torch.float32)
     assert torch.equal(rows[:, 3], wanted)
     with pytest.raises(ValueError, match="6 of 8 ids lie outside"):
-        op.reference(whole[10:20], scale[10:20], None, ids, torch.float32)
+        op.reference(whole[10:20], scale[10:20], None, ids, torch.float32, torch.float32)
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -153,11 +153,11 @@ def test_a_table_of_the_released_size(implementation, tmp_path):
         table = torch.from_file(str(file), shared=True, size=size, dtype=torch.uint8).view(REAL_ROWS, width).view(dtype)
         stored = (torch.arange(len(picked)) + 0x31).to(torch.uint8)
         if dtype is torch.float8_e4m3fn:
-            rows = implementation(table, torch.ones(1), None, picked, torch.float32)
+            rows = implementation(table, torch.ones(1), None, picked, torch.float32, torch.float32)
             assert torch.equal(rows, stored.view(dtype).float()[:, None].expand(-1, REAL_WIDTH))
         else:
             groups = sparse_ones(tmp_path / "scale", picked)
-            rows = implementation(table, groups, torch.ones(1), picked, torch.float32)
+            rows = implementation(table, groups, torch.ones(1), picked, torch.float32, torch.float32)
             assert torch.equal(rows[:, 0], _floatx_unpacked_to_f32(stored % 16, 2, 1))
             assert torch.equal(rows[:, -1], _floatx_unpacked_to_f32(stored // 16, 2, 1))
 
@@ -178,23 +178,22 @@ def test_refusals(implementation):
     table, ids = fp8_table(10, 16), torch.zeros(3, dtype=torch.int64)
     for bad in (torch.ones(9), torch.ones(10, 16), torch.ones(1, dtype=torch.float64)):
         with pytest.raises(ValueError, match="no known format"):
-            implementation(table, bad, None, ids, torch.float32)
+            implementation(table, bad, None, ids, torch.float32, torch.float32)
     with pytest.raises(ValueError, match="no known format"):
-        implementation(torch.randn(10, 16), torch.ones(1), None, ids, torch.float32)
+        implementation(torch.randn(10, 16), torch.ones(1), None, ids, torch.float32, torch.float32)
     packed, scale, table_scale = nvfp4_table(10, 16)
     with pytest.raises(ValueError, match="no known format"):
-        implementation(packed, scale[:9], table_scale, ids, torch.float32)
-    with pytest.raises(ValueError, match="rows of torch.float64"):
-        implementation(table, torch.ones(1), None, ids, torch.float64)
+        implementation(packed, scale[:9], table_scale, ids, torch.float32, torch.float32)
+    with pytest.raises(ValueError, match="rows of torch.float32, torch.float64"):
+        implementation(table, torch.ones(1), None, ids, torch.float32, torch.float64)
     with pytest.raises(ValueError, match="ids are torch.float32"):
-        implementation(table, torch.ones(1), None, torch.zeros(1), torch.float32)
+        implementation(table, torch.ones(1), None, torch.zeros(1), torch.float32, torch.float32)
 
 
 def test_a_scale_elsewhere_is_refused():
+    ids = torch.zeros(1, dtype=torch.int64, device="meta")
     with pytest.raises(ValueError, match="scale is on cpu, not page-locked"):
-        op.check_arguments(
-            fp8_table(3, 4).to("meta"), torch.ones(1), None, torch.zeros(1).long().to("meta"), torch.half
-        )
+        op.check_arguments(fp8_table(3, 4).to("meta"), torch.ones(1), None, ids, torch.float32, torch.float16)
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
@@ -203,11 +202,11 @@ def test_compiled(dynamic):
 
     @torch.compile(fullgraph=True, dynamic=dynamic)
     def layer(ids):
-        return torch.ops.ple.dequantized_lookup(table, scale, None, ids + 1, torch.bfloat16)
+        return torch.ops.ple.dequantized_lookup(table, scale, None, ids + 1, torch.float32, torch.bfloat16)
 
     for tokens in (4, 7):
         ids = torch.randint(0, 96, (tokens,))
-        assert_same(layer(ids), op.reference(table, scale, None, ids + 1, torch.bfloat16))
+        assert_same(layer(ids), op.reference(table, scale, None, ids + 1, torch.float32, torch.bfloat16))
 
 
 def test_operator_contracts():
@@ -215,5 +214,5 @@ def test_operator_contracts():
     table = torch.randn(12, 16).to(torch.float8_e4m3fn)
     checks = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")  # no schema check of e4m3
     opcheck = functools.partial(torch.library.opcheck, op.dequantized_lookup, test_utils=checks)
-    opcheck((table, torch.rand(12), None, ids, torch.bfloat16))
-    opcheck((*nvfp4_table(12, 16), ids, torch.float32))
+    opcheck((table, torch.rand(12), None, ids, torch.float32, torch.bfloat16))
+    opcheck((*nvfp4_table(12, 16), ids, torch.float32, torch.float32))
