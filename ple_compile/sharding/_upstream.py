@@ -1,0 +1,54 @@
+"""Every private part of `torch.distributed` that sharding uses, in one place."""
+
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+import torch.distributed._symmetric_memory as symmetric_memory
+from torch import Tensor
+from torch.distributed import distributed_c10d
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+
+def resolve_group(name: str) -> dist.ProcessGroup:
+    return distributed_c10d._resolve_process_group(distributed_c10d.GroupName(name))
+
+
+def store_of(group: dist.ProcessGroup) -> dist.Store:
+    """The key-value store that only this group's ranks write to."""
+    return distributed_c10d._get_process_group_store(group)
+
+
+def timeout_of(group: dist.ProcessGroup) -> timedelta:
+    return group._get_backend(group._device_types[0]).options._timeout
+
+
+def supports(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether the group's collectives take tensors of this device."""
+    return torch.device(device.type) in group._device_types
+
+
+def flatten(mesh: DeviceMesh, axes: tuple[str, ...]) -> DeviceMesh:
+    """The mesh of `axes` as one dimension, the last axis varying fastest."""
+    return mesh[axes[0]] if len(axes) == 1 else mesh[axes]._flatten()
+
+
+def row_sharded(local: Tensor, mesh: DeviceMesh, num_rows: int) -> DTensor:
+    """A DTensor on the same memory as `local`, wherever it lies: `DTensor.from_local` would move a host shard."""
+    shape = torch.Size([num_rows, local.shape[1]])
+    meta = TensorMeta(shape, (local.shape[1], 1), local.dtype)
+    return DTensor(local, DTensorSpec(mesh, (Shard(0),), tensor_meta=meta), requires_grad=False)
+
+
+def empty_symmetric(rows: int, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Device memory that the other ranks can map; every rank must allocate the same size."""
+    return symmetric_memory.empty(rows, width, dtype=dtype, device=device)
+
+
+def exchange_pointers(shard: Tensor, group: dist.ProcessGroup) -> tuple[object, list[int]]:
+    """Map every rank's shard into this process. The addresses are valid as long as the handle lives. Collective."""
+    handle = symmetric_memory.rendezvous(shard, group)
+    shards = [handle.get_buffer(rank, shard.shape, shard.dtype) for rank in range(group.size())]
+    return handle, [remote.data_ptr() for remote in shards]
