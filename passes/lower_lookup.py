@@ -33,7 +33,7 @@ def lower_lookup(graph: Graph, report: GraphReport, *, etp_lowering: str, etp_ma
     count = 0
     for node in graph.find_nodes(op="call_function", target=sharded_lookup):
         shard, given, peers, *fields = node.args
-        layout, ids = Layout(*fields), _origin(given)
+        layout, (*copies, ids) = Layout(*fields), _device_copies(given)
         if layout.num_ranks == 1:
             report.not_applicable("lower_lookup", node, "one rank holds the whole table")
             continue
@@ -45,8 +45,7 @@ def lower_lookup(graph: Graph, report: GraphReport, *, etp_lowering: str, etp_ma
             continue
         name = etp_lowering
         if name == "auto":
-            rows = value(shard)
-            heads, row_bytes = int(value(ids).shape[-1]), rows.shape[1] * rows.element_size()
+            heads, row_bytes = int(value(ids).shape[-1]), value(shard).shape[1] * value(shard).element_size()
             name = traffic.choose(layout, peers is not None, etp_max_tokens, heads, row_bytes)
         if name == "peer" and peers is None:
             reason = f"the ranks cannot read each other's rows of {layout.table}, which are no symmetric memory"
@@ -56,27 +55,24 @@ def lower_lookup(graph: Graph, report: GraphReport, *, etp_lowering: str, etp_ma
         def lowered(shard: Tensor, ids: Tensor, *peers: Tensor, layout: Layout = layout, name: str = name) -> Tensor:
             return LOWERINGS[name](shard, ids, peers[0] if peers else None, layout, etp_max_tokens)
 
-        rows = inline(graph, node, lowered, [shard, ids] if peers is None else [shard, ids, peers])
+        result = inline(graph, node, lowered, [shard, ids] if peers is None else [shard, ids, peers])
         report.matched("lower_lookup", node, name)
         for output in outputs:
-            output.replace_all_uses_with(rows)
-        erase_unused([*outputs, node, *_copies(given)])
+            output.replace_all_uses_with(result)
+        erase_unused([*outputs, node, *copies])
         count += 1
     return count
 
 
-def _copies(ids: Node) -> list[Node]:
-    """Device copies that `ids` went through, the last first."""
-    found = []
-    while calls(ids, DEVICE_COPIES) and value(ids).dtype == value(ids.args[0]).dtype:
+def _device_copies(ids: Node) -> list[Node]:
+    """`ids`, and what it was copied from, one device after the other."""
+    found = [ids]
+    while calls(ids, DEVICE_COPIES):
+        ids = ids.all_input_nodes[0]
+        if value(ids).dtype != value(found[-1]).dtype:
+            break
         found.append(ids)
-        ids = ids.args[0]
     return found
-
-
-def _origin(ids: Node) -> Node:
-    copies = _copies(ids)
-    return copies[-1].args[0] if copies else ids
 
 
 def _outputs(node: Node, ids: Node) -> list[Node]:
