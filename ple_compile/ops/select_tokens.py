@@ -122,7 +122,7 @@ def _select_shared(
     blocks = order.view(num_rows, num_blocks, ratio) if prefix else order.unfold(1, ratio, 1)
     block_keys = _block_keys(keys, cos, sin, blocks, norm_weight, norm_eps)
 
-    selected = torch.empty_like(visible)
+    selected = visible.new_empty(visible.shape)
     widest = max(num_heads * block_keys.shape[1], num_keys)
     step = max(1, _MAX_ELEMENTS // (num_rows * widest))
     for start in range(0, num_queries, step):
@@ -176,7 +176,7 @@ def reference(
     rest = (norm_weight, norm_eps, ratio, num_selected)
     if layout != "any" or _is_interval(visible):
         return _select_shared(query, keys, cos, sin, visible, *rest, prefix=layout == "prefix")
-    selected = torch.empty_like(visible)
+    selected = visible.new_empty(visible.shape)
     num_keys, head_dim = keys.shape[1:]
     step = max(1, _MAX_ELEMENTS // (num_keys * head_dim))
     for row in range(query.shape[0]):

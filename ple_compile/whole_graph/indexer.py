@@ -27,9 +27,10 @@ from ple_compile.ops.select_tokens import rotate, select_rows, select_tokens
 
 @dataclass
 class Layout:
-    """What the text model knows about the mask of the running call; its indexers read it. See `ops.select_tokens`."""
+    """What the text model knows about the running call; its layers read it. For names see `ops.select_tokens`."""
 
     name: str = "any"
+    single_query: bool = False
 
 
 def make_forward(layout: Layout, additive: bool) -> Callable[..., Tensor]:

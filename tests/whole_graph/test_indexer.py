@@ -236,7 +236,7 @@ def test_op_is_well_formed():
     generator = torch.Generator().manual_seed(2)
     query, keys = torch.randn(2, 6, 2, 16, generator=generator), torch.randn(2, 9, 16, generator=generator)
     angles = torch.randn(2, 9, 8, generator=generator)
-    visible = torch.ones(2, 6, 9, dtype=torch.bool).tril(3)
+    visible = torch.ones(1, 6, 9, dtype=torch.bool).tril(3).expand(2, -1, -1)
     arguments = query, keys, angles.cos(), angles.sin(), visible, torch.zeros(16), 1e-6, 2, 2
     for layout in ("prefix", "interval", "any"):
         torch.library.opcheck(torch.ops.ple.select_tokens.default, (*arguments, layout))
