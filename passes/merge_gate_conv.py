@@ -96,17 +96,14 @@ def _replace(graph: Graph, found: GateConv) -> None:
     _, weight, state, dilation = found.conv.args
     norms = (key, val, hidden, norm_key, norm_query, norm_conv, weight, mask, state)
     settings = (eps, eps_tensors, gate_dtype, dilation, found.add_hidden)
-    interior = [found.root, *found.root.all_input_nodes, found.conv, *found.gate.users, found.gate]
+    interior = [found.root]
     if found.writes:
         (write,) = found.writes
         window = size_node(graph, found.root, write, 2)
         both = insert(graph, found.root, gate_conv_update, (*norms, *settings, window))
         out = insert(graph, found.root, operator.getitem, (both, 0))
-        columns = [write]
-        while columns[-1].all_input_nodes and columns[-1] is not found.conv.args[0]:
-            columns.append(columns[-1].all_input_nodes[-1])
         write.replace_all_uses_with(insert(graph, found.root, operator.getitem, (both, 1)))
-        interior += columns
+        interior.append(write)
     else:
         out = insert(graph, found.root, gate_conv, (*norms, *settings))
     found.root.replace_all_uses_with(out)

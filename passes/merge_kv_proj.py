@@ -41,7 +41,7 @@ def merge_kv_proj(graph: Graph, report: GraphReport, *, training: bool) -> int:
         for node, start, stop in ((key, 0, width), (val, width, total)):
             part = insert(graph, first, aten.slice.Tensor, (kv, last, start, stop))
             node.replace_all_uses_with(part)
-        erase_unused([key, val, *key.all_input_nodes, *val.all_input_nodes])
+        erase_unused([key, val])
         report.matched("merge_kv_proj", gate)
         count += 1
     return count

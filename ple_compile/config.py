@@ -39,7 +39,7 @@ class Config:
     def __post_init__(self) -> None:
         for item in dataclasses.fields(self):
             value = getattr(self, item.name)
-            expected = {bool: bool, str: str}.get(item.type, dict)
+            expected: type = bool if item.type is bool else str if item.type is str else dict
             if not isinstance(value, expected):
                 raise ValueError(
                     f"Config.{item.name} is {value!r}, a {type(value).__name__}; give it a {expected.__name__}"

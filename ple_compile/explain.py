@@ -74,26 +74,25 @@ def explain(model: nn.Module | Callable, *args: Any, **kwargs: Any) -> Report:
     """Run `model(*args, **kwargs)` once as compiled code and report what was fused, declined (and why), and broken.
 
     The call runs on deep copies of the arguments, so a cache among them stays as it is, and counters and `stats` are
-    put back. A model that is not compiled is compiled for this call as `ple_compile.compile` would, and restored; what
+    put back; it records gradients only where the model is in training mode. A model that is not compiled is compiled for this call as `ple_compile.compile` would, and restored; what
     was compiled stays in PyTorch's caches and serves the next call.
     """
     args, kwargs = copy.deepcopy(args), copy.deepcopy(kwargs)
-    is_module = isinstance(model, nn.Module)
-    compile_here = (
-        is_module and regions.config_of(model) is None and getattr(model, "_compiled_call_impl", None) is None
-    )
-    layers = list(find_ple_layers(model)) if is_module else []
+    module = model if isinstance(model, nn.Module) else None
+    compile_here = module is not None and regions.config_of(module) is None and module._compiled_call_impl is None
+    layers = list(find_ple_layers(module)) if module is not None else []
     executions = stats.stats()
     counted = dict(upstream.counters["ple_compile"])
-    if compile_here:
-        regions.compile(model)
+    if module is not None and compile_here:
+        regions.compile(module)
     try:
-        with records.collect() as graphs, torch.no_grad():
+        with records.collect() as graphs, torch.set_grad_enabled(module is not None and module.training):
             model(*args, **kwargs)
     finally:
-        if compile_here:
-            regions.restore(model)
+        if module is not None and compile_here:
+            regions.restore(module)
         stats.restore_stats(executions)
         upstream.counters["ple_compile"].clear()
         upstream.counters["ple_compile"].update(counted)
-    return Report(type(model).__name__ if is_module else getattr(model, "__name__", "function"), layers, graphs)
+    name = type(module).__name__ if module is not None else getattr(model, "__name__", "function")
+    return Report(name, layers, graphs)

@@ -9,7 +9,8 @@ from collections.abc import Callable
 import torch
 from torch.fx import Graph
 
-from ple_compile import ops, passes, upstream
+import ple_compile.passes as passes
+from ple_compile import ops, upstream
 from ple_compile.config import Config
 from ple_compile.passes.fuse_gate import fuse_gate
 from ple_compile.passes.fuse_ngram_ids import fuse_ngram_ids
@@ -61,13 +62,14 @@ class FusePass(upstream.CustomGraphPass):
 
     def __call__(self, graph: Graph) -> None:
         for function in self.before:
-            function(graph)
+            upstream.run_custom_pass(function, graph, is_inference=not self.settings["training"])
         self.ran = True
         run(graph, self.config, self.report, **self.settings)
 
 
 def run(graph: Graph, config: Config, report: GraphReport, **settings: bool) -> None:
     """Run the enabled passes on `graph`, in order; counts and reasons go to `report`."""
+    assert graph.owning_module is not None
     with upstream.no_dispatch_modes(), torch.no_grad(), torch.autocast("cpu", enabled=False):
         for function in FUSE:
             name = function.__name__

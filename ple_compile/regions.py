@@ -57,7 +57,7 @@ def compile(model: nn.Module, **config: Any) -> nn.Module:
         layer._compiled_call_impl = _compiled_call(layer, name, settings)
     if hasattr(model, "get_compiled_call"):
         undo.get_compiled_call = model.__dict__.get("get_compiled_call")
-        model.get_compiled_call = types.MethodType(_get_compiled_call, model)
+        setattr(model, "get_compiled_call", types.MethodType(_get_compiled_call, model))  # noqa: B010
     _compiled_models[model] = undo
     upstream.raise_recompile_limit(RECOMPILE_LIMIT)
     return model

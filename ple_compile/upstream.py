@@ -3,6 +3,7 @@
 When a new PyTorch release moves one of them, this file and `tests/test_upstream.py` are what breaks, by name.
 """
 
+import inspect
 import weakref
 import zlib
 from collections.abc import Callable
@@ -49,6 +50,7 @@ __all__ = [
     "sha256_hash",
     "stable_topological_sort",
     "substitute",
+    "run_custom_pass",
     "symbol_hint",
     "symbol_range",
     "trace_structured",
@@ -83,6 +85,14 @@ def custom_passes(value: Any) -> list[Callable]:
     if value is None:
         return []
     return list(value) if isinstance(value, (list, tuple)) else [value]
+
+
+def run_custom_pass(function: Callable, graph: torch.fx.Graph, *, is_inference: bool) -> None:
+    """Call a user's post-grad pass the way Inductor does (inference-aware passes exist from torch 2.12)."""
+    if "is_inference" in inspect.signature(function).parameters:
+        function(graph, is_inference=is_inference)
+    else:
+        function(graph)
 
 
 def graph_break(gm: torch.fx.GraphModule) -> str:

@@ -64,8 +64,9 @@ def printed(graph: torch.fx.Graph) -> str:
 
 def run_graph(graph: torch.fx.GraphModule, inputs: list, **kwargs: object) -> Callable:
     """In the place of Inductor's inner compiler: its post-grad passes, ours among them, then the graph as it is."""
-    _recursive_post_grad_passes(graph, not torch.is_grad_enabled())
-    graph.recompile()
+    if not kwargs.get("is_backward"):
+        _recursive_post_grad_passes(graph, not torch.is_grad_enabled())
+        graph.recompile()
 
     def run(args: list) -> object:
         values = list(args)

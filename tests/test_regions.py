@@ -41,7 +41,7 @@ def test_ten_prompt_lengths_run_compiled(no_codegen: None, ple_layer_ids: tuple[
 
 
 def test_static_cache_decode_keeps_ple(no_codegen: None) -> None:
-    """transformers compiles the decode step itself for a static cache; `_compile_all_devices` makes it do so on a CPU."""
+    """transformers compiles decode itself for a static cache; `_compile_all_devices` makes it do so on a CPU."""
     model = tiny_model()
     expected = [generate(model, prompt(length), 5, cache_implementation="static") for length in (5, 11, 20)]
     ple_compile.compile(model)

@@ -149,10 +149,17 @@ def closure(start: Node, admits: Callable[[Node], bool]) -> list[Node]:
 
 
 def erase_unused(nodes: Iterable[Node]) -> None:
-    """Erase those of `nodes` that nothing reads any more."""
-    for node in sorted(set(nodes), reverse=True):
-        if not node.users and node.op == "call_function" and not node.is_impure():
-            node.graph.erase_node(node)
+    """Erase those of `nodes` that nothing reads any more, and what only they read."""
+    stack = sorted(set(nodes))
+    erased: set[Node] = set()
+    while stack:
+        node = stack.pop()
+        if node in erased or node.users or node.op != "call_function" or node.is_impure():
+            continue
+        inputs = node.all_input_nodes
+        node.graph.erase_node(node)
+        erased.add(node)
+        stack += inputs
 
 
 def insert(graph: Graph, anchor: Node, target: Callable, args: tuple) -> Node:

@@ -4,7 +4,9 @@ Plain `torch.library` definitions rather than `custom_op`: each op is one dispat
 its host time low, and FX passes see it as one opaque node.
 """
 
+import functools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -16,6 +18,20 @@ def define(schema: str, *, cpu: Callable, cuda: Callable, fake: Callable) -> tor
     name = schema.split("(", 1)[0]
     _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order))
     _LIBRARY.impl(name, cpu, "CPU")
-    _LIBRARY.impl(name, cuda, "CUDA")
+    _LIBRARY.impl(name, _on_its_device(cuda), "CUDA")
     torch.library.register_fake(f"ple::{name}", fake, lib=_LIBRARY)
     return getattr(torch.ops.ple, name).default
+
+
+def _on_its_device(launch: Callable) -> Callable:
+    """Triton launches on the current device: make the one that the tensors are on current, where it is not."""
+
+    @functools.wraps(launch)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        device = next(x.device for x in args if isinstance(x, torch.Tensor) and x.is_cuda)
+        if device.index == torch.cuda.current_device():
+            return launch(*args, **kwargs)
+        with torch.cuda.device(device):
+            return launch(*args, **kwargs)
+
+    return call

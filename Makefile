@@ -1,0 +1,25 @@
+# Everything runs in .venv, which the first target makes. TORCH=torch==2.13.0 chooses a release.
+PYTHON ?= python3
+TORCH ?= torch>=2.11
+VENV := .venv
+RUN := $(VENV)/bin/python
+
+.PHONY: quickstart test lint
+
+$(VENV)/ready: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/pip install --quiet --upgrade pip
+	$(VENV)/bin/pip install --quiet "$(TORCH)"
+	$(VENV)/bin/pip install --quiet --editable ".[test]"
+	touch $@
+
+quickstart: $(VENV)/ready
+	$(RUN) examples/quickstart.py
+
+test: $(VENV)/ready
+	$(RUN) -m pytest -n 2 --dist worksteal
+
+lint: $(VENV)/ready
+	$(RUN) -m ruff check .
+	$(RUN) -m ruff format --check .
+	$(RUN) -m mypy

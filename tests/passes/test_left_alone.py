@@ -1,0 +1,208 @@
+"""What must not be rewritten: look-alikes that differ in one place, and intermediates that someone else reads."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.models.qwen4_exp.modeling_qwen4_exp import Qwen4ExpTextNGramEmbedding, Qwen4ExpTextPLELayer
+
+from tests.graphs import Traced, passes_backend
+from tests.ple_cases import EOS, Case
+
+
+def compiled_and_eager(call: Callable, *args: Any) -> tuple[Traced, Any, Any]:
+    torch._dynamo.reset()
+    found = Traced()
+    with torch.no_grad():
+        actual = torch.compile(call, backend=passes_backend(found))(*args)
+        return found, actual, call(*args)
+
+
+def gate(
+    layer: nn.Module,
+    streams: Tensor,
+    embeddings: Tensor,
+    *,
+    clamp: float = 1e-6,
+    offset: float = 1.0,
+    scale: float | None = None,
+    sign: Callable[[Tensor], Tensor] = torch.sign,
+) -> Tensor:
+    """transformers' gate with one place to change at a time; returns gated and normed side by side."""
+
+    def norm(x: Tensor, module: nn.Module) -> Tensor:
+        grouped = x.unflatten(-1, (-1, layer.hidden_size))
+        out = (grouped * torch.rsqrt(grouped.pow(2).mean(-1, keepdim=True) + module.eps)).flatten(-2)
+        return out * (offset + module.weight)
+
+    split = (layer.hc_count, layer.hidden_size)
+    key = norm(layer.key_proj(embeddings), layer.norm_key).unflatten(-1, split)
+    query = norm(streams, layer.norm_query).unflatten(-1, split)
+    dot = (key * query).sum(-1, keepdim=True) / (math.sqrt(layer.hidden_size) if scale is None else scale)
+    opening = torch.sigmoid(dot.abs().clamp_min(clamp).sqrt() * sign(dot))
+    gated = (opening * layer.value_proj(embeddings).unsqueeze(-2)).flatten(-2)
+    return torch.cat([gated, norm(gated, layer.norm_conv)], dim=-1)
+
+
+@pytest.mark.parametrize(
+    "change, matches",
+    [
+        ({}, 1),
+        ({"clamp": 1e-5}, 0),
+        ({"offset": 0.0}, 0),
+        ({"scale": 6.0}, 0),
+        ({"sign": lambda d: torch.where(d >= 0, 1.0, -1.0)}, 0),  # differs only where the dot product is zero
+    ],
+    ids=str,
+)
+def test_gates_that_differ_in_one_constant(change: dict, matches: int) -> None:
+    case = Case()
+    layer = case.layer()
+    streams, _, _ = case.inputs()
+    embeddings = torch.randn(2, case.length, layer.key_proj.in_features)
+    found, actual, expected = compiled_and_eager(lambda s, e: gate(layer, s, e, **change), streams, embeddings)
+    torch.testing.assert_close(actual, expected)
+    assert found.counts().get("fuse_gate", 0) == matches
+    if not matches:
+        assert [name for name, reason in found.declines() if "differs from the PLE gate" in reason] == ["fuse_gate"]
+
+
+@pytest.mark.parametrize(
+    "change, reason",
+    [
+        (dict(bias=True), "bias"),
+        (dict(stride=2), "stride"),
+        (dict(activation=F.gelu), "differs from silu"),
+        (dict(shift=1), "differs from silu"),
+    ],
+    ids=str,
+)
+def test_convolutions_that_are_not_ours(change: dict, reason: str) -> None:
+    conv = nn.Conv1d(16, 16, 4, groups=16, dilation=3, bias=change.get("bias", False), stride=change.get("stride", 1))
+    activation, shift = change.get("activation", F.silu), change.get("shift", 0)
+
+    def call(x: Tensor) -> Tensor:
+        return activation(conv(F.pad(x.mT, (9 - shift, shift)))).mT
+
+    found, actual, expected = compiled_and_eager(call, torch.randn(2, 7, 16))
+    torch.testing.assert_close(actual, expected)
+    assert found.counts() == {}
+    assert [name for name, why in found.declines() if reason in why] == ["fuse_short_conv"]
+
+
+def test_a_convolution_without_dilation_is_no_candidate() -> None:
+    conv = nn.Conv1d(16, 16, 4, groups=16, bias=False)
+    found, _, _ = compiled_and_eager(lambda x: F.silu(conv(F.pad(x.mT, (3, 0)))).mT, torch.randn(2, 7, 16))
+    assert found.counts() == {} and not found.declines()
+
+
+class OtherIds(Qwen4ExpTextNGramEmbedding):
+    """transformers' ids, changed afterwards."""
+
+    change: Callable[[Tensor], Tensor]
+
+    def _shift_right_ignore_eos(self, token_ids: Tensor, shift: int) -> Tensor:
+        return self.change(super()._shift_right_ignore_eos(token_ids, shift))
+
+
+@pytest.mark.parametrize(
+    "change, matches",
+    [
+        (lambda t: t, 1),
+        (lambda t: t + 1, 0),
+        (lambda t: torch.where(t == 6, 7, t), 0),  # one token of the vocabulary
+        (lambda t: torch.where(t == EOS, 0, t), 0),
+    ],
+)
+def test_ids_that_differ_for_one_token(change: Callable, matches: int) -> None:
+    case = Case()
+    embedding = OtherIds(case.hf_config(), 48, 1)
+    embedding.change = change
+    nn.init.normal_(embedding.ngram_embedding.weight)
+    _, ids, _ = case.inputs()
+    found, actual, expected = compiled_and_eager(lambda i: embedding(i, None), ids)
+    torch.testing.assert_close(actual, expected)
+    assert found.counts().get("fuse_ngram_ids", 0) == matches
+    assert len(found.declines()) == 1 - matches
+
+
+# What a hook may read: the pass that then declines, if one does.
+READ = {
+    "norm_key": "fuse_gate",
+    "norm_query": "fuse_gate",
+    "conv1d": "fuse_short_conv",
+    "norm_conv": "merge_gate_conv",
+    "key_proj": None,
+    "value_proj": None,
+    "ple_embedding": None,
+}
+
+
+@pytest.mark.parametrize("module", READ)
+def test_intermediates_that_a_hook_reads(module: str) -> None:
+    case = Case()
+    layer = case.layer()
+    read: list[Tensor] = []
+    layer.get_submodule(module).register_forward_hook(lambda m, args, output: read.append(output))
+
+    def call(*args: Tensor) -> tuple[Tensor, Tensor]:
+        read.clear()
+        return case.call(layer, *args, None), read[0]
+
+    found, actual, expected = compiled_and_eager(call, *case.inputs())
+    for mine, eager in zip(actual, expected):
+        torch.testing.assert_close(mine, eager)
+    assert [name for name, _ in found.declines()] == ([READ[module]] if READ[module] else [])
+
+
+@pytest.mark.parametrize("what", ["bias", "tied", "mixed types"])
+def test_projections_that_are_not_merged(what: str) -> None:
+    case = Case(hc_count=2)
+    layer = case.layer()
+    if what == "bias":
+        layer.key_proj = nn.Linear(layer.key_proj.in_features, case.width, bias=True)
+    elif what == "tied":
+        # Both read one parameter: the value is the first stream's key.
+        shared = layer.key_proj.weight
+
+        class First(nn.Module):
+            def forward(self, x: Tensor) -> Tensor:
+                return F.linear(x, shared)[..., : case.hidden_size]
+
+        layer.value_proj = First()
+    else:
+        layer.value_proj.to(torch.bfloat16)
+        original = layer.value_proj.forward
+        layer.value_proj.forward = lambda x: original(x.bfloat16()).float()
+    found, actual, expected = compiled_and_eager(lambda *args: case.call(layer, *args, None), *case.inputs())
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
+    assert "merge_kv_proj" not in found.counts()
+    assert "merge_kv_proj" in [name for name, _ in found.declines()]
+
+
+def test_a_model_without_ple_is_untouched() -> None:
+    model = nn.Sequential(nn.Embedding(10, 8), nn.Linear(8, 8), nn.SiLU())
+    found, actual, expected = compiled_and_eager(model, torch.arange(4))
+    torch.testing.assert_close(actual, expected)
+    assert found.before == found.after and not found.reports[0].events
+
+
+def test_masks_on_one_of_the_two_stay_outside() -> None:
+    class MasksNormedOnly(Qwen4ExpTextPLELayer):
+        def forward(self, hidden_states: Tensor, input_ids: Tensor, cache: Any, conv_mask: Any = None) -> Tensor:
+            embeddings = self.ple_embedding(input_ids, cache)
+            both = gate(self, hidden_states, embeddings)
+            gated, normed = both.chunk(2, dim=-1)
+            return gated + self._short_conv(normed * conv_mask.unsqueeze(-1), cache)
+
+    case = Case(mask=True)
+    layer = MasksNormedOnly(case.hf_config(), 1, 0)
+    for parameter in layer.parameters():
+        nn.init.normal_(parameter, std=0.5)
+    found, actual, expected = compiled_and_eager(lambda *args: case.call(layer, *args, None), *case.inputs())
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
+    assert found.counts()["fuse_gate"] == 1 and "merge_gate_conv" not in found.counts()

@@ -1,0 +1,154 @@
+"""The backend through `torch.compile`, with Inductor's real code generation (float32 on the CPU)."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch._inductor.utils import run_and_get_code
+
+import ple_compile
+from ple_compile import upstream
+from tests.ple_cases import Case
+
+
+def close(actual: torch.Tensor, expected: torch.Tensor) -> bool:
+    return bool((actual - expected).abs().max() / expected.abs().max() <= 2e-5)
+
+
+@torch.no_grad()
+def test_generated_code_calls_the_fused_ops(fresh_dynamo: None) -> None:
+    case = Case(cache="dynamic_filled")
+    layer = case.layer()
+    streams, ids, mask = case.inputs()
+    ours, eagers = case.new_cache(layer), case.new_cache(layer)
+    compiled = torch.compile(case.call, backend="ple", fullgraph=True)
+    actual, code = run_and_get_code(compiled, layer, streams, ids, mask, ours)
+    assert close(actual, case.call(layer, streams, ids, mask, eagers))
+    for ours_state, eager_state in zip(case.states(ours), case.states(eagers)):
+        torch.testing.assert_close(ours_state, eager_state)
+    for op in ("ngram_ids", "kv_proj", "gate_conv_update"):
+        assert sum(f"torch.ops.ple.{op}.default(" in text for text in code) == 1
+    passes = ("fuse_short_conv", "fuse_gate", "fuse_ngram_ids", "merge_kv_proj", "merge_gate_conv")
+    assert dict(upstream.counters["ple_compile"]) == dict.fromkeys(passes, 1)
+    compiled(layer, streams, ids, mask, ours)
+    assert ple_compile.stats() == {"ple_executions": 2}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("change", ["in place", "load_state_dict", "data", "dtype"])
+def test_weights_changed_after_compiling_take_effect(no_codegen: None, change: str) -> None:
+    case = Case()
+    layer, other = case.layer(), case.with_(seed=7).layer()
+    streams, ids, mask = case.inputs()
+    compiled = torch.compile(case.call, backend="ple")
+    compiled(layer, streams, ids, mask, None)
+    if change == "in place":
+        for mine, new in zip(layer.parameters(), other.parameters()):
+            mine.copy_(new)
+    elif change == "load_state_dict":
+        layer.load_state_dict(other.state_dict())
+    elif change == "data":
+        for mine, new in zip(layer.parameters(), other.parameters()):
+            mine.data = new.clone()
+    else:
+        layer, streams = layer.double().float().to(torch.float64), streams.double()
+    expected = case.call(layer, streams, ids, mask, None)
+    assert close(compiled(layer, streams, ids, mask, None), expected)
+    assert close(compiled(layer, streams, ids, mask, None), expected)
+
+
+@torch.no_grad()
+def test_merged_weights_take_no_memory_and_keep_their_values(no_codegen: None) -> None:
+    case = Case()
+    layer = case.layer()
+    before = {name: tensor.clone() for name, tensor in layer.state_dict().items()}
+    torch.compile(case.call, backend="ple")(layer, *case.inputs(), None)
+    key, value = layer.key_proj.weight, layer.value_proj.weight
+    assert key.untyped_storage().data_ptr() == value.untyped_storage().data_ptr()
+    assert key.untyped_storage().nbytes() == key.nbytes + value.nbytes
+    for name, tensor in layer.state_dict().items():
+        assert torch.equal(tensor, before[name])
+
+
+def test_gradients_equal_eagers(no_codegen: None) -> None:
+    case = Case(mask=True)
+    layer = case.layer()
+    streams, ids, mask = case.inputs()
+
+    def loss_and_gradients(call: object) -> list[torch.Tensor]:
+        layer.zero_grad()
+        leaf = streams.clone().requires_grad_()
+        loss = call(layer, leaf, ids, mask, None).square().sum()
+        loss.backward()
+        return [loss.detach(), leaf.grad, *(p.grad for p in layer.parameters())]
+
+    expected = [t.clone() for t in loss_and_gradients(case.call)]
+    for actual, eager in zip(loss_and_gradients(torch.compile(case.call, backend="ple")), expected):
+        assert close(actual, eager)
+
+
+def test_mistakes_reach_the_user_at_the_first_call(fresh_dynamo: None) -> None:
+    compiled = torch.compile(lambda x: x + 1, backend="ple", options={"fuse_gates": True})
+    with pytest.raises(Exception, match="unknown option 'fuse_gates'; did you mean 'fuse_gate'"):
+        compiled(torch.ones(2))
+
+
+@torch.no_grad()
+def test_a_users_own_pass_runs_first(fresh_dynamo: None) -> None:
+    seen = []
+
+    def users_pass(graph: torch.fx.Graph) -> None:
+        seen.append(any("remainder" in str(node.target) for node in graph.nodes))
+
+    case = Case()
+    options = {"inductor": {"post_grad_custom_pre_pass": users_pass}}
+    torch.compile(case.call, backend="ple", options=options)(case.layer(), *case.inputs(), None)
+    assert seen == [True]
+    assert upstream.counters["ple_compile"]["fuse_ngram_ids"] == 1
+
+
+SCRIPT = """
+import json, sys, torch, ple_compile
+from torch._dynamo.utils import counters
+from tests.ple_cases import Case
+case = Case()
+layer = case.layer()
+options = json.loads(sys.argv[1])
+with torch.no_grad():
+    out = torch.compile(case.call, backend="ple", options=options)(layer, *case.inputs(), None)
+    assert torch.allclose(out, case.call(layer, *case.inputs(), None), rtol=1e-4, atol=1e-4)
+print(json.dumps([counters["ple_compile"], ple_compile.stats(), counters["aot_autograd"]["autograd_cache_hit"]]))
+"""
+
+
+def run_in_new_process(cache: pathlib.Path, options: dict) -> list:
+    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(cache), "PYTHONPATH": os.getcwd()}
+    command = [sys.executable, "-c", SCRIPT, json.dumps(options)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_compile_cache_hits_report_and_never_go_stale(tmp_path: pathlib.Path) -> None:
+    counts, stats, hits = run_in_new_process(tmp_path, {})
+    assert hits == 0 and counts["fuse_gate"] == 1 and stats["ple_executions"] == 1
+    assert run_in_new_process(tmp_path, {}) == [counts, stats, 1]
+    # Another option is another entry.
+    other_counts, other_stats, hits = run_in_new_process(tmp_path, {"fuse_gate": False})
+    assert hits == 0 and "fuse_gate" not in other_counts and other_stats["ple_executions"] == 0
+    # A record that is damaged or gone makes a new entry rather than an empty report.
+    for record in (tmp_path / "ple_compile").iterdir():
+        record.write_text("{")
+    assert run_in_new_process(tmp_path, {}) == [counts, stats, 0]
+
+
+def test_changed_sources_change_the_cache_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ple_compile import pipeline
+
+    before = pipeline.FusePass(ple_compile.Config(), False, []).uuid()
+    monkeypatch.setattr(pipeline, "source_hash", lambda: "changed")
+    assert pipeline.FusePass(ple_compile.Config(), False, []).uuid() != before
