@@ -85,49 +85,56 @@ def window_kernel(
     scalars_ptr += stream.to(tl.int64) * num_tokens + batch * seq
     out_ptr += batch * seq * (STREAMS * WIDTH)
 
-    # Each step loads the next one's inputs before it computes. The first KERNEL - 1 steps only fill the window, from
-    # the tokens before `first` and, before the sequence, from the state.
-    row = (first + (1 - KERNEL) * DILATION).to(tl.int64)
-    ahead = (row >= 0) & (steps > 0)
-    value = tl.load(value_ptr + row * value_row + within, mask=when(ahead, inside), other=0.0)
-    gate = tl.load(scalars_ptr + row, mask=ahead, other=0.0)
-    scale = tl.load(scalars_ptr + num_tokens * STREAMS + row, mask=ahead, other=0.0)
-    residual = tl.zeros_like(norm_weight)
-    if ADD_HIDDEN:
-        now = (KERNEL == 1) & ahead
-        residual = tl.load(hidden_ptr + row * hidden_row + channels, mask=when(now, inside), other=0.0)
+    # The window first: the taps before `first`, from earlier tokens or from the state.
     window = ()
-    for _ in tl.static_range(KERNEL - 1):
-        window += (tl.zeros([BLOCK], tl.float32),)
+    for k in tl.static_range(KERNEL - 1):
+        row = (first - (KERNEL - 1 - k) * DILATION).to(tl.int64)
+        exists = row >= 0
+        value = tl.load(value_ptr + row * value_row + within, mask=when(exists, inside), other=0.0)
+        gate = tl.load(scalars_ptr + row, mask=exists, other=0.0)
+        scale = tl.load(scalars_ptr + num_tokens * STREAMS + row, mask=exists, other=0.0)
+        gated, normed = gated_and_normed(cast(gate, GATED), scale, value, norm_weight, GATED)
+        if mask_ptr is not None:
+            mask = load_mask(mask_ptr + batch * mask_batch + row * mask_row, exists, GATED)
+            normed = mul_rounded(normed, mask, GATED)
+        tap = round_to(normed, CONV)
+        if state_ptr is not None:
+            column = state_ptr + batch * state_batch + (state_columns + row) * state_column
+            past = tl.load(column + channels.to(tl.int64) * state_channel, mask=when(row < 0, inside), other=0.0)
+            tap = tl.where(exists, tap, round_to(past, CONV))
+        window += (tap,)
 
-    for step in tl.range(1 - KERNEL, steps, loop_unroll_factor=KERNEL):
+    # Then step by step; each step loads the next one's inputs before it computes.
+    row = first.to(tl.int64)
+    more = steps > 0
+    value = tl.load(value_ptr + row * value_row + within, mask=when(more, inside), other=0.0)
+    gate = tl.load(scalars_ptr + row, mask=more, other=0.0)
+    scale = tl.load(scalars_ptr + num_tokens * STREAMS + row, mask=more, other=0.0)
+    if ADD_HIDDEN:
+        residual = tl.load(hidden_ptr + row * hidden_row + channels, mask=when(more, inside), other=0.0)
+    else:
+        residual = value
+    for step in tl.range(0, steps, loop_unroll_factor=KERNEL):
         next_row = row + DILATION
-        ahead = (next_row >= 0) & (step + 1 < steps)
-        next_value = tl.load(value_ptr + next_row * value_row + within, mask=when(ahead, inside), other=0.0)
-        next_gate = tl.load(scalars_ptr + next_row, mask=ahead, other=0.0)
-        next_scale = tl.load(scalars_ptr + num_tokens * STREAMS + next_row, mask=ahead, other=0.0)
-        next_residual = residual
+        more = step + 1 < steps
+        next_value = tl.load(value_ptr + next_row * value_row + within, mask=when(more, inside), other=0.0)
+        next_gate = tl.load(scalars_ptr + next_row, mask=more, other=0.0)
+        next_scale = tl.load(scalars_ptr + num_tokens * STREAMS + next_row, mask=more, other=0.0)
         if ADD_HIDDEN:
-            ahead = (step + 1 >= 0) & (step + 1 < steps)
-            next_residual = tl.load(hidden_ptr + next_row * hidden_row + channels, mask=when(ahead, inside), other=0.0)
+            next_residual = tl.load(hidden_ptr + next_row * hidden_row + channels, mask=when(more, inside), other=0.0)
+        else:
+            next_residual = next_value
 
         gated, normed = gated_and_normed(cast(gate, GATED), scale, value, norm_weight, GATED)
         if mask_ptr is not None:
-            mask = load_mask(mask_ptr + batch * mask_batch + row * mask_row, row >= 0, GATED)
+            mask = load_mask(mask_ptr + batch * mask_batch + row * mask_row, True, GATED)
             gated, normed = mul_rounded(gated, mask, GATED), mul_rounded(normed, mask, GATED)
         tap = round_to(normed, CONV)
-
-        if step >= 0:
-            total = tap * taps[KERNEL - 1]
-            for k in tl.static_range(KERNEL - 1):
-                total += window[k] * taps[k]
-            out = finish(total, gated, residual, CONV, SUM, OUT, ADD_HIDDEN)
-            tl.store(out_ptr + row * (STREAMS * WIDTH) + channels, out, mask=inside)
-        elif state_ptr is not None:
-            if row < 0:
-                column = state_ptr + batch * state_batch + (state_columns + row) * state_column
-                past = tl.load(column + channels.to(tl.int64) * state_channel, mask=inside, other=0.0)
-                tap = round_to(past, CONV)
+        total = tap * taps[KERNEL - 1]
+        for k in tl.static_range(KERNEL - 1):
+            total += window[k] * taps[k]
+        out = finish(total, gated, residual, CONV, SUM, OUT, ADD_HIDDEN)
+        tl.store(out_ptr + row * (STREAMS * WIDTH) + channels, out, mask=inside)
         if KERNEL > 1:
             window = window[1:] + (tap,)
         row, value, gate, scale, residual = next_row, next_value, next_gate, next_scale, next_residual

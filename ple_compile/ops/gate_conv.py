@@ -165,7 +165,10 @@ def launch_few_tokens(
     streams = key.shape[-1] // width
     kernel = inputs.conv_weight.shape[-1]
     vector = vector_size(key, value, hidden)
-    num_warps = max(1, min(tuning.few_warps, triton.next_power_of_2(width) // 128))
+    rows = 1 if seq == 1 else triton.next_power_of_2(kernel)
+    # At least as many warps as keep a thread's share of the rows in registers, at most one per 128 channels.
+    num_warps = max(tuning.few_warps, triton.next_power_of_2(triton.cdiv(rows * width, 32 * 64)))
+    num_warps = max(1, min(num_warps, triton.next_power_of_2(width) // 128, 16))
     # The scalars are computed by every program of a row: cut rows only as far as the GPU has room for.
     block = min(512, triton.next_power_of_2(width))
     while block < width and triton.cdiv(width, block) * streams * batch * seq > tuning.few_programs:
@@ -195,7 +198,7 @@ def launch_few_tokens(
         KERNEL=kernel,
         DILATION=inputs.dilation,
         WINDOW=0 if new_state is None else new_state.shape[-1],
-        ROWS=1 if seq == 1 else triton.next_power_of_2(kernel),
+        ROWS=rows,
         LANES=32 * num_warps,
         PARTS=row_parts(width, 32 * num_warps, vector),
         CHANNELS=min(block, width),
@@ -209,17 +212,8 @@ def launch_few_tokens(
 
 
 def launch_many_tokens(inputs: Inputs, out: Tensor, scalars: Tensor, tuning: Tuning) -> None:
-    value, hidden = gate_op.batched(inputs.value), gate_op.batched(inputs.hidden)
-    batch, seq, width = value.shape
-    streams = out.shape[-1] // width
-    kernel = inputs.conv_weight.shape[-1]
+    batch, seq = inputs.key.shape[:2]
     eps = gate_op.epsilons(inputs.eps, inputs.eps_tensors)
-    norm_weight, conv_weight = inputs.norm_conv_weight.contiguous(), inputs.conv_weight.contiguous()
-    # Without padding where a power of two of at least a warp's width divides the row.
-    block = max(tuning.conv_block >> 3, width & -width)
-    block = min(block, tuning.conv_block, triton.next_power_of_2(width))
-    blocks = triton.cdiv(width, block) * streams
-
     chunk = tuning.chunk if batch == 1 else seq
     for begin in range(0, seq, chunk):
         end = min(begin + chunk, seq)
@@ -227,36 +221,47 @@ def launch_many_tokens(inputs: Inputs, out: Tensor, scalars: Tensor, tuning: Tun
             *inputs[:6], inputs.mask, eps, inputs.gate_dtype, scalars=scalars, begin=begin * batch, end=end * batch,
             rows=tuning.gate_rows, num_warps=tuning.gate_warps,
         )  # fmt: skip
-        segments, steps = short_conv_op.chains(batch, end - begin, inputs.dilation, tuning.conv_programs // blocks)
-        window_kernel[(blocks * batch * segments * inputs.dilation,)](
-            out,
-            scalars,
-            value,
-            hidden,
-            norm_weight,
-            conv_weight,
-            inputs.mask,
-            inputs.state,
-            batch * seq,
-            seq,
-            begin,
-            end,
-            segments,
-            steps,
-            *value.stride()[:2],
-            *hidden.stride()[:2],
-            *((0, 0) if inputs.mask is None else inputs.mask.stride()),
-            *((0, 0, 0, 0) if inputs.state is None else (*inputs.state.stride(), inputs.state.shape[-1])),
-            STREAMS=streams,
-            WIDTH=width,
-            KERNEL=kernel,
-            DILATION=inputs.dilation,
-            BLOCK=block,
-            ADD_HIDDEN=inputs.add_hidden,
-            GATED=TRITON_DTYPE[inputs.gated_dtype],
-            SUM=TRITON_DTYPE[inputs.sum_dtype],
-            num_warps=max(1, block // (32 * tuning.conv_vector)),
-        )
+        launch_window(inputs, out, scalars, begin, end, tuning)
+
+
+def launch_window(inputs: Inputs, out: Tensor, scalars: Tensor, begin: int, end: int, tuning: Tuning) -> None:
+    """The convolution of positions `begin` to `end`, whose scalars (and those of the tokens before) are known."""
+    value, hidden = gate_op.batched(inputs.value), gate_op.batched(inputs.hidden)
+    batch, seq, width = value.shape
+    streams = out.shape[-1] // width
+    # The largest power of two that divides the row, so that no thread idles, unless that is very small.
+    block = min(max(tuning.conv_block // 8, width & -width), tuning.conv_block, triton.next_power_of_2(width))
+    blocks = triton.cdiv(width, block) * streams
+    segments, steps = short_conv_op.chains(batch, end - begin, inputs.dilation, tuning.conv_programs // blocks)
+    window_kernel[(blocks * batch * segments * inputs.dilation,)](
+        out,
+        scalars,
+        value,
+        hidden,
+        inputs.norm_conv_weight.contiguous(),
+        inputs.conv_weight.contiguous(),
+        inputs.mask,
+        inputs.state,
+        batch * seq,
+        seq,
+        begin,
+        end,
+        segments,
+        steps,
+        *value.stride()[:2],
+        *hidden.stride()[:2],
+        *((0, 0) if inputs.mask is None else inputs.mask.stride()),
+        *((0, 0, 0, 0) if inputs.state is None else (*inputs.state.stride(), inputs.state.shape[-1])),
+        STREAMS=streams,
+        WIDTH=width,
+        KERNEL=inputs.conv_weight.shape[-1],
+        DILATION=inputs.dilation,
+        BLOCK=block,
+        ADD_HIDDEN=inputs.add_hidden,
+        GATED=TRITON_DTYPE[inputs.gated_dtype],
+        SUM=TRITON_DTYPE[inputs.sum_dtype],
+        num_warps=max(1, block // (32 * tuning.conv_vector)),
+    )
 
 
 def launch_state(inputs: Inputs, new_state: Tensor, scalars: Tensor) -> None:

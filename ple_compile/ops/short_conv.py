@@ -86,25 +86,25 @@ def short_conv_kernel(
     taps = load_taps(weight_ptr, channels, inside, KERNEL)
     x_ptr += batch * x_batch + channels.to(tl.int64) * x_channel
 
-    # The first KERNEL - 1 steps only fill the window, from earlier tokens or from the state.
+    # The window first: the taps before `first`, from earlier tokens or from the state.
     window = ()
-    for _ in tl.static_range(KERNEL - 1):
-        window += (tl.zeros([BLOCK], tl.float32),)
-    for step in tl.range(1 - KERNEL, steps, loop_unroll_factor=KERNEL):
+    for k in tl.static_range(KERNEL - 1):
+        row = (first - (KERNEL - 1 - k) * DILATION).to(tl.int64)
+        tap = round_to(tl.load(x_ptr + row * x_row, mask=when(row >= 0, inside), other=0.0), CONV)
+        if state_ptr is not None:
+            column = state_ptr + batch * state_batch + (state_columns + row) * state_column
+            past = tl.load(column + channels.to(tl.int64) * state_channel, mask=when(row < 0, inside), other=0.0)
+            tap += round_to(past, CONV)
+        window += (tap,)
+
+    for step in tl.range(0, steps, loop_unroll_factor=KERNEL):
         row = (first + step * DILATION).to(tl.int64)
-        x = tl.load(x_ptr + row * x_row, mask=when(row >= 0, inside), other=0.0)
-        tap = round_to(x, CONV)
-        if step >= 0:
-            total = tap * taps[KERNEL - 1]
-            for k in tl.static_range(KERNEL - 1):
-                total += window[k] * taps[k]
-            y = cast(silu(round_to(total, CONV)), CONV)
-            tl.store(y_ptr + (batch * seq + row) * CHANNELS + channels, y, mask=inside)
-        elif state_ptr is not None:
-            if row < 0:
-                column = state_ptr + batch * state_batch + (state_columns + row) * state_column
-                past = tl.load(column + channels.to(tl.int64) * state_channel, mask=inside, other=0.0)
-                tap = round_to(past, CONV)
+        tap = round_to(tl.load(x_ptr + row * x_row, mask=inside, other=0.0), CONV)
+        total = tap * taps[KERNEL - 1]
+        for k in tl.static_range(KERNEL - 1):
+            total += window[k] * taps[k]
+        y = cast(silu(round_to(total, CONV)), CONV)
+        tl.store(y_ptr + (batch * seq + row) * CHANNELS + channels, y, mask=inside)
         if KERNEL > 1:
             window = window[1:] + (tap,)
 
