@@ -87,11 +87,14 @@ class QuantizedEmbedding(nn.Embedding):
         if not torch.compiler.is_compiling():
             self._check_at_first_use()
         # The weight through nn.Embedding, in whose place a sharded table puts its own lookup.
-        stored = {"weight": super().forward(input)}
+        rows = super().forward(input)
+        stored = {"weight": rows}
         for name in self._parameters:
             if name != "weight":
                 scale = getattr(self, name)
-                stored[name] = F.embedding(input, scale) if name in self.row_parameters else scale
+                if name in self.row_parameters:
+                    scale = F.embedding(input.to(scale.device), scale)
+                stored[name] = scale.to(rows.device)  # it moves with the model; an offloaded table does not
         return self.decode(stored, self.activation_dtype)
 
     def _check_at_first_use(self) -> None:

@@ -1,0 +1,334 @@
+"""`quantize_tables`: n-gram tables into a smaller format, a block of rows at a time.
+
+Two passes: the first finds the largest value and refuses rows that are not finite, the second encodes, decodes and
+measures. Beside the table itself there is one copy, the quantised one, and a few blocks.
+
+With `path` the result is a safetensors file (which `load_tables` reads) and the model maps it. What is done is noted
+in a file beside it, `<path>.progress`, so that a run that was killed goes on where it stopped.
+"""
+
+import dataclasses
+import hashlib
+import json
+import logging
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ple_compile.tables.find import Table, find_tables
+from ple_compile.tables.formats import QuantizedEmbedding, format_class
+from ple_compile.tables.offload import is_offloaded
+from ple_compile.tables.progress import Progress
+from ple_compile.tables.replace import replace_embedding
+from ple_compile.tables.tensor_file import StoredTensor, TensorWriter, map_rows, read_header, read_rows
+
+log = logging.getLogger(__name__)
+
+_BLOCK_VALUES = 2**21  # values handled together; what is made of them on the way takes about 100 MiB
+_BLOCKS_PER_NOTE = 32  # blocks between two notes of progress
+_FINGERPRINT_ROWS = 64
+
+ReadRows = Callable[[int, int], Tensor]
+WriteRows = Callable[[str, int, Tensor], None]
+
+
+@dataclass(frozen=True)
+class QuantizationError:
+    """How far a quantised table is from the original; errors are relative Euclidean distances."""
+
+    table: str
+    format: str
+    num_rows: int
+    overall: float  # of all values together
+    mean_row: float  # mean over the rows
+    worst_row: float
+    worst_row_index: int
+    largest: float  # largest absolute difference of one value
+
+    def __str__(self) -> str:
+        return (
+            f"{self.table} as {self.format}: error {self.overall:.2%} overall, {self.mean_row:.2%} in a mean row, "
+            f"{self.worst_row:.2%} in the worst (row {self.worst_row_index}), {self.largest:.3g} in the worst value"
+        )
+
+
+@dataclass
+class Totals:
+    """What is summed up block by block; goes through JSON when a run is resumed."""
+
+    squares: float = 0.0
+    error_squares: float = 0.0
+    row_errors: float = 0.0
+    worst_row: float = -1.0
+    worst_row_index: int = 0
+    largest: float = 0.0
+
+    def add(self, start: int, rows: Tensor, decoded: Tensor) -> None:
+        rows = rows.double()
+        error = decoded.double() - rows
+        squares, error_squares = rows.square().sum(dim=1), error.square().sum(dim=1)
+        # A row of zeros comes back as zeros.
+        relative = torch.where(squares > 0, (error_squares / squares).sqrt(), 0.0)
+        worst, index = relative.max(dim=0)
+        if worst.item() > self.worst_row:
+            self.worst_row, self.worst_row_index = worst.item(), start + int(index)
+        self.squares += squares.sum().item()
+        self.error_squares += error_squares.sum().item()
+        self.row_errors += relative.sum().item()
+        self.largest = max(self.largest, error.abs().max().item())
+
+    def report(self, table: str, format: str, num_rows: int) -> QuantizationError:
+        overall = (self.error_squares / self.squares) ** 0.5 if self.squares else 0.0
+        mean = self.row_errors / max(num_rows, 1)
+        return QuantizationError(
+            table, format, num_rows, overall, mean, max(self.worst_row, 0.0), self.worst_row_index, self.largest
+        )
+
+
+def quantize_tables(model: nn.Module, format: str, *, path: str | os.PathLike | None = None) -> list[QuantizationError]:
+    """Replace the model's n-gram tables by quantised ones, "fp8", "fp8_row" or "nvfp4"; returns the errors.
+
+    `path`: a safetensors file to write into, and to go on with if a former run was killed while writing it.
+    Raises ValueError for rows that are not finite, naming table and row, and leaves the model as it was.
+    """
+    cls = format_class(format)
+    tables = find_tables(model)
+    if not tables:
+        raise ValueError(f"quantize_tables: {type(model).__name__} has no n-gram table; pass a model with PLE layers")
+    for table in tables:
+        _check(table, cls)
+    unique = list({id(table.weight): table for table in tables}.values())
+    if path is None:
+        made = {id(table.weight): _quantize_in_memory(table, cls) for table in unique}
+    else:
+        made = _quantize_into_file(unique, cls, Path(path))
+    errors = []
+    for table in tables:
+        parameters, error = made[id(table.weight)]
+        if table in unique:
+            errors.append(error)
+            log.info("%s", error)
+        new = _empty(table, cls)
+        for name, parameter in parameters.items():
+            setattr(new, name, parameter)
+        replace_embedding(model, table, new)
+    return errors
+
+
+def _check(table: Table, cls: type[QuantizedEmbedding]) -> None:
+    weight = table.weight
+    if weight.is_meta:
+        raise ValueError(f"quantize_tables: {table.name} is on the meta device; load it first, or use load_tables")
+    if isinstance(table.embedding, QuantizedEmbedding) or weight.dtype.itemsize == 1:
+        raise ValueError(f"quantize_tables: {table.name} is {weight.dtype} already; load the original to change it")
+    if weight.shape[0] != table.embedding.num_embeddings and not hasattr(table.embedding, "layout"):
+        raise ValueError(f"quantize_tables: {table.name} stays in its files; use load_tables(format={cls.format!r})")
+    if type(weight) is not nn.Parameter or hasattr(table.embedding, "layout"):
+        raise ValueError(f"quantize_tables: {table.name} is sharded; quantise before shard_tables")
+    cls.spec(*_shape(table), weight.dtype)
+
+
+def _empty(table: Table, cls: type[QuantizedEmbedding]) -> QuantizedEmbedding:
+    rows, width = table.weight.shape
+    return cls(rows, width, table.embedding.padding_idx, dtype=table.weight.dtype, device="meta")
+
+
+def _quantize_in_memory(
+    table: Table, cls: type[QuantizedEmbedding]
+) -> tuple[dict[str, nn.Parameter], QuantizationError]:
+    weight = table.weight.detach()
+    spec = cls.spec(*_shape(table), weight.dtype)
+    tensors = {name: torch.empty(shape, dtype=dtype, device=weight.device) for name, (dtype, shape) in spec.items()}
+
+    def write(name: str, start: int, rows: Tensor) -> None:
+        tensors[name][start : start + rows.shape[0]] = rows.to(weight.device)
+
+    error = quantize_rows(table.name, cls, _reader(table), _shape(table), weight.dtype, write)
+    return {name: nn.Parameter(tensor, requires_grad=False) for name, tensor in tensors.items()}, error
+
+
+def quantize_rows(
+    name: str,
+    cls: type[QuantizedEmbedding],
+    read: ReadRows,
+    shape: tuple[int, int],
+    dtype: torch.dtype,
+    write: WriteRows,
+) -> QuantizationError:
+    """Encode the rows that `read` gives and hand every parameter to `write` by blocks."""
+    largest = largest_value(name, read, shape)
+    totals = Totals()
+    for _ in encode_rows(name, cls, read, shape, dtype, write, largest, totals):
+        pass
+    return totals.report(name, cls.format, shape[0])
+
+
+def largest_value(name: str, read: ReadRows, shape: tuple[int, int]) -> float:
+    """The largest absolute value of a table; raises ValueError for rows that are not finite."""
+    largest = 0.0
+    for start, stop in _blocks(0, shape):
+        rows = read(start, stop)
+        low, high = (float(x) for x in rows.aminmax())
+        # NaN compares as false.
+        if not -torch.inf < low <= high < torch.inf:
+            bad = (~rows.isfinite().all(dim=1)).nonzero().flatten() + start
+            shown = ", ".join(str(row) for row in bad[:5].tolist())
+            raise ValueError(
+                f"row {shown}{', ...' if len(bad) > 5 else ''} of {name} has NaN or infinite values; no format holds "
+                "them, so mend the table"
+            )
+        largest = max(largest, -low, high)
+    return largest
+
+
+def encode_rows(
+    name: str,
+    cls: type[QuantizedEmbedding],
+    read: ReadRows,
+    shape: tuple[int, int],
+    dtype: torch.dtype,
+    write: WriteRows,
+    largest: float,
+    totals: Totals,
+    first_row: int = 0,
+) -> Iterator[int]:
+    """Encode from `first_row` on, adding to `totals`; yields the number of rows done after every block."""
+    table_scale = cls.table_scale(largest, dtype)
+    single = {}
+    for key in cls.spec(*shape, dtype).keys() - set(cls.row_parameters):
+        assert table_scale is not None
+        single[key] = table_scale
+        write(key, 0, table_scale)
+    progress = Progress(f"quantising {name} to {cls.format}", (shape[0] - first_row) * shape[1] * dtype.itemsize)
+    for start, stop in _blocks(first_row, shape):
+        rows = read(start, stop)
+        single = {key: scale.to(rows.device) for key, scale in single.items()}
+        stored = cls.encode(rows, next(iter(single.values()), None))
+        for key, value in stored.items():
+            write(key, start, value)
+        totals.add(start, rows, cls.decode(stored | single, torch.float32))
+        progress.advance(rows.nbytes)
+        yield stop
+
+
+def _blocks(first_row: int, shape: tuple[int, int]) -> list[tuple[int, int]]:
+    step = max(1, _BLOCK_VALUES // shape[1])
+    return [(start, min(start + step, shape[0])) for start in range(first_row, shape[0], step)]
+
+
+def _reader(table: Table) -> ReadRows:
+    weight = table.weight.detach()
+    return lambda start, stop: weight[start:stop]
+
+
+def _quantize_into_file(
+    tables: list[Table], cls: type[QuantizedEmbedding], path: Path
+) -> dict[int, tuple[dict[str, nn.Parameter], QuantizationError]]:
+    note = _Note(path, {table.name: _fingerprint(table, cls) for table in tables})
+    shapes = {
+        f"{_base(table)}.{key}": value
+        for table in tables
+        for key, value in cls.spec(*_shape(table), table.weight.dtype).items()
+    }
+    for table in tables:
+        if table.name not in note.state:
+            largest = largest_value(table.name, _reader(table), _shape(table))
+            note.state[table.name] = {"largest": largest, "totals": dataclasses.asdict(Totals()), "done": 0}
+    errors = {}
+    note.save()
+    with TensorWriter(path, shapes, resume=note.resumed) as writer:
+        for table in tables:
+            errors[id(table.weight)] = _continue(table, cls, writer, note)
+    note.remove()
+    stored = read_header(path)
+    return {
+        id(table.weight): (
+            {
+                key: _parameter(stored[f"{_base(table)}.{key}"], table)
+                for key in cls.spec(*_shape(table), torch.float32)
+            },
+            errors[id(table.weight)],
+        )
+        for table in tables
+    }
+
+
+def _continue(table: Table, cls: type[QuantizedEmbedding], writer: TensorWriter, note: "_Note") -> QuantizationError:
+    shape, dtype, read, base = _shape(table), table.weight.dtype, _reader(table), _base(table)
+
+    def write(key: str, start: int, rows: Tensor) -> None:
+        writer.write_rows(f"{base}.{key}", start, rows)
+
+    state = note.state[table.name]
+    largest, totals, done = state["largest"], Totals(**state["totals"]), state["done"]
+    if done:
+        log.info("%s: going on at row %d of %d", table.name, done, shape[0])
+    blocks = encode_rows(table.name, cls, read, shape, dtype, write, largest, totals, done)
+    for number, done in enumerate(blocks, start=1):
+        if number % _BLOCKS_PER_NOTE == 0 or done == shape[0]:
+            writer.flush()
+            note.state[table.name] = {"largest": largest, "totals": dataclasses.asdict(totals), "done": done}
+            note.save()
+    return totals.report(table.name, cls.format, shape[0])
+
+
+def _parameter(stored: StoredTensor, table: Table) -> nn.Parameter:
+    """A stored tensor as the model's parameter: the file itself, or memory where a device or the driver needs it."""
+    device = table.weight.device
+    if device.type == "cpu" and not is_offloaded(table.embedding) and stored.nbytes:
+        tensor = map_rows(stored, writable=True).view(-1).view(stored.dtype).view(stored.shape)
+    else:
+        tensor = torch.empty(stored.shape, dtype=stored.dtype)
+        read_rows(stored, 0, stored.shape[0], tensor)
+        tensor = tensor.to(device)
+    return nn.Parameter(tensor, requires_grad=False)
+
+
+def _shape(table: Table) -> tuple[int, int]:
+    rows, width = table.weight.shape
+    return rows, width
+
+
+def _base(table: Table) -> str:
+    return table.name.removesuffix(".weight")
+
+
+def _fingerprint(table: Table, cls: type[QuantizedEmbedding]) -> str:
+    """Of what is made of what: a run may go on only with the table that it began with."""
+    weight = table.weight.detach()
+    some = torch.linspace(0, max(weight.shape[0] - 1, 0), _FINGERPRINT_ROWS, dtype=torch.float64).long()
+    sample = weight[some.to(weight.device)].cpu().view(torch.uint8).numpy().tobytes()
+    return f"{cls.format} {tuple(weight.shape)} {weight.dtype} {hashlib.sha256(sample).hexdigest()}"
+
+
+class _Note:
+    """The file that says how far a run has come."""
+
+    def __init__(self, path: Path, fingerprints: dict[str, str]):
+        self.file = path.with_name(path.name + ".progress")
+        self.fingerprints = fingerprints
+        self.state: dict[str, dict[str, Any]] = {}
+        self.resumed = path.exists() and self.file.exists()
+        if self.resumed:
+            found = json.loads(self.file.read_text())
+            if found["tables"] != fingerprints:
+                raise ValueError(
+                    f"{path} was begun with other tables or another format; delete it and {self.file.name}, or choose "
+                    "another path"
+                )
+            self.state = found["state"]
+        elif path.exists():
+            raise ValueError(f"{path} exists and is not the beginning of a run; delete it, or choose another path")
+
+    def save(self) -> None:
+        written = self.file.with_name(self.file.name + ".new")
+        written.write_text(json.dumps({"tables": self.fingerprints, "state": self.state}))
+        os.replace(written, self.file)
+
+    def remove(self) -> None:
+        self.file.unlink(missing_ok=True)
