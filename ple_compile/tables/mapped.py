@@ -1,0 +1,54 @@
+"""An embedding whose table stays in its files, for hosts with less memory than the table."""
+
+import torch
+from torch import Tensor, nn
+
+import ple_compile.ops.mapped_lookup  # noqa: F401  (registers the operator)
+from ple_compile.tables.formats import QuantizedEmbedding
+from ple_compile.tables.mapped_rows import MappedRows
+
+
+class MappedEmbedding(nn.Embedding):
+    """Looks rows up in mapped files, plain ones or those of a quantised format.
+
+    `weight` has no rows: it only says on which device ids are expected and of what type rows are, and a state dict with
+    a real table does not fit it. `save_tables` writes the table from its files.
+    """
+
+    def __init__(
+        self,
+        rows: dict[str, MappedRows],
+        singles: dict[str, Tensor],
+        quantized: type[QuantizedEmbedding] | None,
+        embedding_dim: int,
+        dtype: torch.dtype,
+    ):
+        num_rows = rows["weight"].num_rows
+        super().__init__(num_rows, embedding_dim, _weight=torch.empty(num_rows, embedding_dim, device="meta"))
+        self.weight = nn.Parameter(torch.empty(0, embedding_dim, dtype=dtype), requires_grad=False)
+        self.rows, self.quantized = rows, quantized
+        self._number_lookups()
+        for name, tensor in singles.items():
+            setattr(self, name, nn.Parameter(tensor, requires_grad=False))
+        self._singles = tuple(singles)
+
+    def _number_lookups(self) -> None:
+        self._lookups = [(name, r.number, r.width, r.dtype) for name, r in self.rows.items()]
+
+    def __setstate__(self, state: dict) -> None:
+        super().__setstate__(state)
+        self._number_lookups()  # another process numbers its tables anew
+
+    def forward(self, input: Tensor) -> Tensor:
+        stored = {
+            name: torch.ops.ple.mapped_lookup(number, input, width, dtype)
+            for name, number, width, dtype in self._lookups
+        }
+        if self.quantized is None:
+            return stored["weight"].to(self.weight.dtype)
+        stored |= {name: getattr(self, name).to(input.device) for name in self._singles}
+        return self.quantized.decode(stored, self.weight.dtype)
+
+    def extra_repr(self) -> str:
+        files = {part.file for rows in self.rows.values() for part in rows.parts}
+        return f"{self.num_embeddings}, {self.embedding_dim}, mapped from {len(files)} files"

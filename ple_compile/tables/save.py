@@ -1,0 +1,134 @@
+"""`save_tables`: n-gram tables as the parts of a safetensors checkpoint, the reverse of `load_tables`."""
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from ple_compile.tables.find import Table, find_tables
+from ple_compile.tables.formats import QuantizedEmbedding
+from ple_compile.tables.mapped import MappedEmbedding
+from ple_compile.tables.parts import INDEX
+from ple_compile.tables.progress import Progress
+from ple_compile.tables.tensor_file import TensorWriter, read_header
+
+_BLOCK_BYTES = 2**25
+_FILE_BYTES = 4 * 2**30
+
+# Name, type, shape, and what gives rows [start, stop).
+_Outgoing = tuple[str, torch.dtype, tuple[int, ...], Callable[[int, int], Tensor]]
+
+
+def save_tables(model: nn.Module, checkpoint_dir: str | os.PathLike, num_parts: int = 1) -> list[Path]:
+    """Write the model's n-gram tables as `num_parts` parts each, which transformers and `load_tables` read.
+
+    The directory may hold the rest of the model (safetensors files, without these tables); its index is then extended,
+    or made. A single `model.safetensors` gets the name of a first part, as transformers reads no index beside one.
+    Returns the files written.
+    """
+    directory = Path(checkpoint_dir)
+    directory.mkdir(parents=True, exist_ok=True)
+    tables = find_tables(model)
+    if not tables:
+        raise ValueError(f"save_tables: {type(model).__name__} has no n-gram table; pass a model with PLE layers")
+    weight_map = _existing(directory, tables)
+    pieces = [piece for table in tables for piece in _outgoing(table, num_parts)]
+    files = _grouped(pieces)
+    progress = Progress("saving tables", sum(_nbytes(shape, dtype) for _, dtype, shape, _ in pieces))
+    written = []
+    for number, group in enumerate(files, start=1):
+        file = directory / f"ngram_tables-{number:05d}-of-{len(files):05d}.safetensors"
+        with TensorWriter(file, {name: (dtype, shape) for name, dtype, shape, _ in group}) as writer:
+            for name, dtype, shape, read in group:
+                step = max(1, _BLOCK_BYTES // max(_nbytes(shape[1:], dtype), 1))
+                for start in range(0, shape[0], step):
+                    rows = read(start, min(start + step, shape[0]))
+                    writer.write_rows(name, start, rows)
+                    progress.advance(rows.nbytes)
+                weight_map[name] = file.name
+        written.append(file)
+    total = sum(t.nbytes for name in set(weight_map.values()) for t in read_header(directory / name).values())
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+    (directory / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+    return written
+
+
+def _existing(directory: Path, tables: list[Table]) -> dict[str, str]:
+    """Tensor names to files of what the directory holds; ValueError where that includes one of the tables."""
+    index, single = directory / INDEX, directory / "model.safetensors"
+    if index.exists():
+        weight_map = dict(json.loads(index.read_text())["weight_map"])
+    else:
+        weight_map = {name: file.name for file in sorted(directory.glob("*.safetensors")) for name in read_header(file)}
+    for table in tables:
+        base = table.name.removesuffix("weight")
+        for name, file in weight_map.items():
+            if name.startswith(base):
+                raise ValueError(f"{directory / file} holds {name} already; save into a directory without this table")
+    if single.exists():
+        part = single.rename(directory / "model-00001-of-00001.safetensors")
+        weight_map = {name: part.name if file == single.name else file for name, file in weight_map.items()}
+    return weight_map
+
+
+def _outgoing(table: Table, num_parts: int) -> list[_Outgoing]:
+    """The tensors of one table, as they are named in a checkpoint, each with a function that gives its rows."""
+    embedding, base = table.embedding, table.name.removesuffix(".weight")
+    if hasattr(embedding, "layout"):
+        raise ValueError(f"save_tables: {table.name} is sharded; save it with torch.distributed.checkpoint")
+    num_rows = embedding.num_embeddings
+    if not 1 <= num_parts <= max(num_rows, 1):
+        raise ValueError(f"save_tables: num_parts is {num_parts}; {table.name} has {num_rows} rows")
+    mapped = embedding.rows if isinstance(embedding, MappedEmbedding) else {}
+    found: list[_Outgoing] = []
+    for key, parameter in embedding._parameters.items():
+        if parameter is None or key in mapped:
+            continue
+        if parameter.is_meta:
+            raise ValueError(f"save_tables: {base}.{key} is on the meta device; load it first")
+        tensor = parameter.detach()
+        read = lambda start, stop, tensor=tensor: tensor[start:stop]  # noqa: E731
+        found += _split(base, key, tensor.dtype, tuple(tensor.shape), read, num_parts if _by_row(embedding, key) else 1)
+    for key, rows in mapped.items():
+        found += _split(base, key, rows.dtype, (rows.num_rows, rows.width), rows.read, num_parts)
+    return found
+
+
+def _by_row(embedding: nn.Module, key: str) -> bool:
+    return key == "weight" or (isinstance(embedding, QuantizedEmbedding) and key in embedding.row_parameters)
+
+
+def _split(
+    base: str, key: str, dtype: torch.dtype, shape: tuple[int, ...], read: Callable[[int, int], Tensor], num_parts: int
+) -> list[_Outgoing]:
+    if num_parts == 1:
+        return [(f"{base}.{key}", dtype, shape, read)]
+    # As `torch.chunk` does, so that transformers, which cuts again when it saves, gets the same parts.
+    step = -(-shape[0] // num_parts)
+    found: list[_Outgoing] = []
+    for number, start in enumerate(range(0, shape[0], step)):
+        rows = min(step, shape[0] - start)
+        part = lambda begin, end, start=start: read(start + begin, start + end)  # noqa: E731
+        found.append((f"{base}.shard_{number}.{key}", dtype, (rows, *shape[1:]), part))
+    return found
+
+
+def _grouped(pieces: list[_Outgoing]) -> list[list[_Outgoing]]:
+    """Pieces by file, in order, at most `_FILE_BYTES` in a file."""
+    groups: list[list[_Outgoing]] = []
+    size = _FILE_BYTES
+    for piece in pieces:
+        num_bytes = _nbytes(piece[2], piece[1])
+        if not groups or size + num_bytes > _FILE_BYTES:
+            groups.append([])
+            size = 0
+        groups[-1].append(piece)
+        size += num_bytes
+    return groups
+
+
+def _nbytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
+    return torch.Size(shape).numel() * dtype.itemsize

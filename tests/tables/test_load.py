@@ -1,0 +1,368 @@
+"""load_tables: every row lands once where it belongs, whatever the layout; whatever is wrong is named."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from ple_compile.tables import load as load_module
+from ple_compile.tables import pinning
+from ple_compile.tables.formats import FP8Embedding, NVFP4Embedding, RowScaledFP8Embedding
+from ple_compile.tables.load import fill, load_tables
+from ple_compile.tables.offload import is_offloaded, offload_tables
+from ple_compile.tables.tensor_file import read_header
+from tests.checkpoints import table_rows, write_checkpoint, write_index
+from tests.tables.test_formats import quantized
+from tests.tables.test_offload import NGrams
+
+ROWS, WIDTH = 130, 32
+BASE = "model.layers.1.ple.rows"
+
+
+class Model(nn.Module):
+    """The table is called model.layers.1.ple.rows.weight."""
+
+    def __init__(self, rows=ROWS, width=WIDTH, dtype=torch.bfloat16, device="meta", **settings):
+        super().__init__()
+        self.model = nn.Module()
+        layers = [nn.Module(), nn.Module()]
+        self.model.layers = nn.ModuleList(layers)
+        layers[1].ple = NGrams(rows, width, **settings).to(dtype).to(device)
+
+    @property
+    def ngrams(self):
+        return self.model.layers[1].ple
+
+    @property
+    def table(self):
+        return self.ngrams.rows
+
+
+def rewrite(file, **changes):
+    """Change tensors of a file; None removes one."""
+    tensors = {**load_file(file), **changes}
+    save_file({name: tensor for name, tensor in tensors.items() if tensor is not None}, file)
+
+
+@pytest.mark.parametrize("num_parts, num_files", [(1, 1), (2, 1), (7, 3), (130, 4), (12, 12)])
+@pytest.mark.parametrize("index", [False, True])
+@pytest.mark.parametrize("base", [BASE, "model.language_model.layers.1.ple.rows", "layers.1.ple.rows"])
+def test_parts_in_files(tmp_path, num_parts, num_files, index, base):
+    write_checkpoint(
+        tmp_path, ROWS, WIDTH, num_parts=num_parts, num_files=num_files, index=index, base=base,
+        others={"model.layers.1.ple.other.weight": torch.zeros(3)},
+    )  # fmt: skip
+    model = Model()
+    assert load_tables(model, tmp_path) == ["model.layers.1.ple.rows.weight"]
+    assert torch.equal(model.table.weight, table_rows(0, ROWS, WIDTH)) and model.table.weight.device.type == "cpu"
+    assert type(model.table) is nn.Embedding and model.ngrams.seeds.is_meta
+
+
+def test_into_the_memory_that_is_there(tmp_path):
+    write_checkpoint(tmp_path, ROWS, WIDTH, num_parts=3, base=BASE)
+    model = Model(device="cpu")
+    weight, address, version = model.table.weight, model.table.weight.data_ptr(), model.table.weight._version
+    load_tables(model, str(tmp_path))
+    assert model.table.weight is weight and weight.data_ptr() == address and weight._version > version
+    assert torch.equal(weight, table_rows(0, ROWS, WIDTH))
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_into_page_locked_memory(driver, tmp_path, device):
+    write_checkpoint(tmp_path, ROWS, WIDTH, num_parts=3, base=BASE)
+    model = Model(device=device)
+    offload_tables(model)
+    address = model.table.weight.data_ptr()
+    load_tables(model, tmp_path)
+    assert model.table.weight.data_ptr() == address and driver.covers(model.table.weight)
+    assert torch.equal(model.table.weight, table_rows(0, ROWS, WIDTH)) and is_offloaded(model.table)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_converts_to_the_models_type(tmp_path, dtype):
+    write_checkpoint(tmp_path, ROWS, WIDTH, num_parts=3, base=BASE)
+    model = Model(dtype=dtype)
+    load_tables(model, tmp_path)
+    assert torch.equal(model.table.weight, table_rows(0, ROWS, WIDTH, dtype))
+
+
+def test_each_row_is_read_once_and_in_blocks(tmp_path, monkeypatch):
+    read, read_rows = [], load_module.read_rows
+    monkeypatch.setattr(load_module, "_BLOCK_BYTES", 7 * WIDTH * 2)
+    monkeypatch.setattr(
+        load_module, "read_rows", lambda part, *rows: read.append((part.name, *rows[:2])) or read_rows(part, *rows)
+    )
+    write_checkpoint(tmp_path, ROWS, WIDTH, num_parts=3, base=BASE)
+    model = Model()
+    load_tables(model, tmp_path)
+    rows = [(name, row) for name, start, stop in read for row in range(start, stop)]
+    assert len(rows) == len(set(rows)) == ROWS and max(stop - start for _, start, stop in read) == 7
+    assert torch.equal(model.table.weight, table_rows(0, ROWS, WIDTH))
+
+
+@pytest.mark.parametrize("rows", [(0, 0), (0, 130), (3, 4), (40, 91), (44, 88), (129, 130), (130, 130)])
+def test_a_range_of_rows(tmp_path, rows):
+    (file,) = write_checkpoint(tmp_path, ROWS, WIDTH, num_parts=3, base=BASE)
+    parts = [read_header(file)[f"{BASE}.shard_{i}.weight"] for i in range(3)]
+    target = torch.empty(rows[1] - rows[0], WIDTH, dtype=torch.bfloat16)
+    fill(target, parts, rows)
+    assert torch.equal(target, table_rows(*rows, WIDTH))
+
+
+def test_two_tables_and_a_tied_one(tmp_path):
+    model = Model()
+    layers = model.model.layers
+    layers[0].ple, layers[1].more = (NGrams(rows, WIDTH).bfloat16().to("meta") for rows in (70, ROWS))
+    layers[1].more.rows.weight = model.table.weight
+    write_checkpoint(tmp_path, ROWS, WIDTH, num_parts=3, base=BASE, index=False)
+    for number, (name, rows) in enumerate([("0.ple", 70), ("1.more", ROWS)]):
+        save_file({f"model.layers.{name}.rows.weight": table_rows(0, rows, WIDTH)}, tmp_path / f"{number}.safetensors")
+    assert len(load_tables(model, tmp_path)) == 3
+    assert torch.equal(layers[0].ple.rows.weight, table_rows(0, 70, WIDTH))
+    assert torch.equal(layers[1].more.rows.weight, table_rows(0, ROWS, WIDTH))
+    assert layers[1].more.rows.weight is model.table.weight
+
+
+def test_released_names_of_transformers_model(tmp_path):
+    pytest.importorskip("transformers")
+    from tests.tiny_models import tiny_model
+
+    model = tiny_model().bfloat16()
+    name = "model.layers.1.ple.ple_embedding.ngram_embedding.weight"
+    rows, width = model.get_parameter(name).shape
+    write_checkpoint(tmp_path, rows, width, num_parts=5, num_files=2)
+    assert load_tables(model, tmp_path) == [name]
+    assert torch.equal(model.get_parameter(name), table_rows(0, rows, width))
+
+
+# What is wrong with a checkpoint, and the words that the error must have.
+FAULTS = {
+    "missing part": (
+        lambda files: rewrite(files[1], **{f"{BASE}.shard_3.weight": None}),
+        rf"{BASE}.shard_3.weight is missing in .*parts 0 to 5",
+    ),
+    "missing last part": (
+        lambda files: rewrite(files[2], **{f"{BASE}.shard_5.weight": None}),
+        r"has 110 rows in 5 parts, the last is .*shard_4.weight in .*00003.*has 130, so 20 are missing",
+    ),
+    "a part twice": (
+        lambda files: rewrite(files[0], **{f"{BASE}.shard_3.weight": table_rows(0, 22, WIDTH)}),
+        rf"{BASE}.shard_3.weight in .*00002-of-00003.safetensors is there twice, also as .*00001-of-00003",
+    ),
+    "a part under two names": (
+        lambda files: rewrite(files[0], **{f"{BASE}.shard_03.weight": table_rows(0, 22, WIDTH)}),
+        r"shard_0?3.weight in .* is there twice, also as .*shard_0?3.weight in",
+    ),
+    "whole and in parts": (
+        lambda files: rewrite(files[0], **{f"{BASE}.weight": table_rows(0, ROWS, WIDTH)}),
+        rf"{BASE}.weight in .*00001.* overlaps {BASE}.shard_0.weight in .*: the table is there whole and in parts",
+    ),
+    "too narrow": (
+        lambda files: rewrite(files[1], **{f"{BASE}.shard_2.weight": table_rows(0, 22, WIDTH - 1)}),
+        rf"{BASE}.shard_2.weight in .*00002.* has shape \(22, 31\); rows of \(32,\) are needed",
+    ),
+    "too high": (
+        lambda files: rewrite(files[1], **{f"{BASE}.shard_2.weight": table_rows(0, 23, WIDTH)}),
+        r"has 131 rows in 6 parts.*so 1 are too many; parts overlap",
+    ),
+    "flat": (
+        lambda files: rewrite(files[1], **{f"{BASE}.shard_2.weight": torch.zeros(22 * WIDTH).bfloat16()}),
+        r"shard_2.weight in .*00002.* has shape \(704,\)",
+    ),
+    "another type": (
+        lambda files: rewrite(files[1], **{f"{BASE}.shard_2.weight": table_rows(0, 22, WIDTH, torch.float32)}),
+        r"shard_2.weight in .* is torch.float32 and .*shard_0.weight in .* is torch.bfloat16",
+    ),
+    "integers": (
+        lambda files: [
+            rewrite(f, **{k: v.view(torch.int16) for k, v in load_file(f).items()}) for f in files
+        ],
+        r"shard_0.weight in .* is torch.int16, which is no format of a table",
+    ),
+    "e4m3 without a scale": (
+        lambda files: [
+            rewrite(f, **{k: v.to(torch.float8_e4m3fn) for k, v in load_file(f).items()}) for f in files
+        ],
+        rf"shard_0.weight in .* is torch.float8_e4m3fn and there is no {BASE}.weight_scale",
+    ),
+    "cut off": (
+        lambda files: files[1].write_bytes(files[1].read_bytes()[:-1]),
+        r"shard_3.weight in .*00002.* ends at byte \d+ of a file of \d+; the file is cut off",
+    ),
+    "no safetensors file": (lambda files: files[1].write_bytes(b"\x80\x04pickle"), r"00002.* is no safetensors file"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_what_is_wrong_is_named(tmp_path, fault):
+    spoil, message = FAULTS[fault]
+    spoil(write_checkpoint(tmp_path, ROWS, WIDTH, num_parts=6, num_files=3, base=BASE, index=False))
+    model = Model()
+    with pytest.raises(ValueError, match=message):
+        load_tables(model, tmp_path)
+    assert model.table.weight.is_meta
+
+
+def header(**entries):
+    text = json.dumps(entries).encode()
+    return len(text).to_bytes(8, "little") + text
+
+
+def test_damaged_headers(tmp_path):
+    file, name = tmp_path / "model.safetensors", f"{BASE}.weight"
+    whole = {"dtype": "BF16", "shape": [2, 2], "data_offsets": [0, 8]}
+    cases = {
+        header(**{name: {**whole, "data_offsets": [0, 6]}}) + bytes(8): "has shape .* and 6 bytes",
+        header(**{name: {**whole, "shape": [-1, 2]}}) + bytes(8): "describes .*ngram|describes model.layers.1.ple.rows",
+        header(**{name: whole, "other": {**whole, "data_offsets": [4, 12]}}) + bytes(12): "other in .* overlaps",
+        header(**{name: {"dtype": "BF16"}}) + bytes(8): "describes",
+        b"\xff" * 8 + b"{}": "is no safetensors file, or is cut off",
+        (4).to_bytes(8, "little") + b"nope": "damaged",
+        (2).to_bytes(8, "little") + b"[]": "damaged: it is a list",
+        header(a=1).replace(b'"a": 1', b'"a":1,"a":2').replace(b"\x08", b"\x0d"): "a is there twice",
+    }
+    for content, message in cases.items():
+        file.write_bytes(content)
+        with pytest.raises(ValueError, match=message):
+            load_tables(Model(), tmp_path)
+
+
+def test_the_index_counts(tmp_path):
+    """Files that it does not list are not read; files and tensors that it lists must be there."""
+    files = write_checkpoint(tmp_path, ROWS, WIDTH, num_parts=4, num_files=2, base=BASE)
+    save_file({f"{BASE}.weight": torch.zeros(5)}, tmp_path / "consolidated.safetensors")
+    model = Model()
+    load_tables(model, tmp_path)
+    assert torch.equal(model.table.weight, table_rows(0, ROWS, WIDTH))
+    rewrite(files[1], **{f"{BASE}.shard_3.weight": None})
+    with pytest.raises(ValueError, match=r"shard_3.weight is missing in .*00002-of-00002"):
+        load_tables(Model(), tmp_path)
+    files[1].unlink()
+    with pytest.raises(ValueError, match=r"00002-of-00002.safetensors is missing, with .*shard_2.weight"):
+        load_tables(Model(), tmp_path)
+
+
+def test_directories_without_a_table(tmp_path):
+    with pytest.raises(ValueError, match="no safetensors files"):
+        load_tables(Model(), tmp_path)
+    torch.save({f"{BASE}.weight": torch.zeros(2)}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(ValueError, match="no safetensors files, the only kind that is read"):
+        load_tables(Model(), tmp_path)
+    write_checkpoint(tmp_path, ROWS, WIDTH, base="model.layers.2.ple.rows")
+    with pytest.raises(ValueError, match="has no tensor of that name for model.layers.1.ple.rows.weight"):
+        load_tables(Model(), tmp_path)
+    with pytest.raises(ValueError, match="Linear has no n-gram table"):
+        load_tables(nn.Linear(2, 2), tmp_path)
+    with pytest.raises(ValueError, match="'fp5' is unknown"):
+        load_tables(Model(), tmp_path, format="fp5")
+
+
+def test_a_name_that_fits_two_tables(tmp_path):
+    write_checkpoint(tmp_path, ROWS, WIDTH, base=f"a.{BASE}", index=False)
+    save_file({f"b.{BASE}.weight": torch.zeros(3, 2)}, tmp_path / "b.safetensors")
+    with pytest.raises(ValueError, match=rf"[ab].{BASE}, [ab].{BASE} for {BASE}.weight; one table"):
+        load_tables(Model(), tmp_path)
+
+
+def write_quantized(directory, cls, num_parts=1):
+    """A quantised checkpoint in parts; returns the module with the same table."""
+    module, _ = quantized(cls, ROWS, WIDTH)
+    step, tensors = -(-ROWS // num_parts), {}
+    for name, tensor in module.state_dict().items():
+        parts = tensor.split(step) if name in cls.row_parameters and num_parts > 1 else [tensor]
+        for number, part in enumerate(parts):
+            key = f"{BASE}.{name}" if len(parts) == 1 else f"{BASE}.shard_{number}.{name}"
+            tensors[key] = part.clone()
+    directory.mkdir(exist_ok=True)
+    save_file(tensors, directory / "model.safetensors")
+    return module
+
+
+@pytest.mark.parametrize("cls", [FP8Embedding, RowScaledFP8Embedding, NVFP4Embedding])
+@pytest.mark.parametrize("num_parts", [1, 4])
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("named", [False, True])
+def test_quantised_checkpoints(tmp_path, cls, num_parts, device, named):
+    expected = write_quantized(tmp_path, cls, num_parts)
+    model = Model(device=device)
+    load_tables(model, tmp_path, format=cls.format if named else None)
+    assert type(model.table) is cls and model.table.activation_dtype == torch.bfloat16
+    ids = torch.arange(ROWS)
+    assert torch.equal(model.table(ids), expected(ids))
+    load_tables(model, tmp_path)
+    assert torch.equal(model.table(ids), expected(ids))
+
+
+def test_fp8_into_transformers_module(tmp_path):
+    fp8 = pytest.importorskip("transformers.integrations.finegrained_fp8")
+    expected = write_quantized(tmp_path, FP8Embedding, 3)
+    model = Model(dtype=torch.float32)
+    with torch.device("meta"):
+        model.ngrams.rows = fp8.FP8Embedding(ROWS, WIDTH)
+    load_tables(model, tmp_path)
+    assert type(model.table) is fp8.FP8Embedding
+    assert torch.equal(model.table(torch.arange(ROWS)), expected.float()(torch.arange(ROWS)))
+
+
+@pytest.mark.parametrize("cls", [FP8Embedding, RowScaledFP8Embedding, NVFP4Embedding])
+def test_quantises_while_it_reads(tmp_path, cls):
+    write_checkpoint(tmp_path, ROWS, WIDTH, num_parts=3, base=BASE)
+    model = Model()
+    load_tables(model, tmp_path, format=cls.format)
+    rows, original = model.table(torch.arange(ROWS)), table_rows(0, ROWS, WIDTH)
+    assert type(model.table) is cls and rows.dtype == torch.bfloat16
+    assert (rows - original).float().norm() < 0.12 * original.float().norm()
+
+
+def test_quantised_and_offloaded(driver, tmp_path):
+    expected = write_quantized(tmp_path, RowScaledFP8Embedding, 2)
+    model = Model(device="cpu")
+    offload_tables(model)
+    load_tables(model, tmp_path)
+    assert is_offloaded(model.table) and isinstance(model.table, RowScaledFP8Embedding)
+    assert pinning.is_page_locked(model.table.weight)
+    assert torch.equal(model.table(torch.arange(ROWS)), expected(torch.arange(ROWS)))
+
+
+@pytest.mark.parametrize("bad", [0.0, torch.nan, torch.inf, -1.0])
+def test_a_bad_scale_in_the_checkpoint(tmp_path, bad):
+    write_quantized(tmp_path, FP8Embedding)
+    rewrite(tmp_path / "model.safetensors", **{f"{BASE}.weight_scale": torch.tensor([bad]).bfloat16()})
+    with pytest.raises(ValueError, match=rf"the weight_scale of {BASE}.weight has values from"):
+        load_tables(Model(), tmp_path)
+
+
+def test_missing_scales(tmp_path):
+    for cls, name in ((FP8Embedding, "weight_scale"), (NVFP4Embedding, "weight_scale_2")):
+        write_quantized(tmp_path, cls)
+        rewrite(tmp_path / "model.safetensors", **{f"{BASE}.{name}": None})
+        with pytest.raises(ValueError, match=rf"{BASE}.weight in .*{name}"):
+            load_tables(Model(), tmp_path)
+    write_quantized(tmp_path, RowScaledFP8Embedding, 4)
+    rewrite(tmp_path / "model.safetensors", **{f"{BASE}.shard_2.weight_scale": None})
+    with pytest.raises(ValueError, match=rf"{BASE}.shard_2.weight_scale is missing"):
+        load_tables(Model(), tmp_path)
+
+
+def test_formats_that_do_not_go_together(tmp_path):
+    write_quantized(tmp_path, FP8Embedding)
+    with pytest.raises(ValueError, match="is fp8, not nvfp4; load it as it is"):
+        load_tables(Model(), tmp_path, format="nvfp4")
+    model = Model()
+    load_tables(model, tmp_path)
+    plain = tmp_path / "plain"
+    write_checkpoint(plain, ROWS, WIDTH, base=BASE)
+    with pytest.raises(ValueError, match="is torch.float8_e4m3fn and .* is torch.bfloat16; pass format="):
+        load_tables(model, plain)
+    load_tables(model, plain, format="fp8")
+
+
+def test_index_of_another_checkpoint(tmp_path):
+    write_checkpoint(tmp_path, ROWS, WIDTH, base=BASE)
+    write_index(tmp_path, {f"{BASE}.shard_0.weight": "model-00001-of-00001.safetensors"})
+    with pytest.raises(
+        ValueError, match=rf"{BASE}.shard_0.weight is missing in .*00001-of-00001.*says that it is there"
+    ):
+        load_tables(Model(), tmp_path)

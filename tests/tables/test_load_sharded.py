@@ -1,0 +1,70 @@
+"""load_tables on several ranks: each reads its own rows, and lookups find all of them."""
+
+import pytest
+import torch
+
+from tests.checkpoints import table_rows, write_checkpoint
+from tests.sharding.ranks import run_ranks
+from tests.tables.test_load import BASE, ROWS, WIDTH, Model, write_quantized
+
+
+def load_rows(rank, directory, sharded_before):
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from ple_compile.sharding.shard import shard_tables
+    from ple_compile.tables import load as load_module
+
+    read, read_rows = [], load_module.read_rows
+
+    def recorded(part, start, stop, into):
+        read.append((part.name, start, stop))
+        read_rows(part, start, stop, into)
+
+    load_module.read_rows = recorded
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
+    model = Model()
+    if sharded_before:
+        shard_tables(model, mesh)
+        load_module.load_tables(model, directory)
+    else:
+        load_module.load_tables(model, directory, mesh)
+    dist.barrier()
+    rows = model.table(torch.arange(ROWS)).detach()
+    return rows.view(torch.uint8).numpy(), read, type(model.table).__name__
+
+
+@pytest.mark.parametrize("ranks, sharded_before", [(2, False), (3, True)])
+def test_each_rank_reads_its_own_rows(tmp_path, ranks, sharded_before):
+    write_checkpoint(tmp_path, ROWS, WIDTH, num_parts=7, num_files=2, base=BASE)
+    results = run_ranks(ranks, load_rows, tmp_path, sharded_before)
+    expected = table_rows(0, ROWS, WIDTH).view(torch.uint8)
+    assert all(torch.equal(torch.from_numpy(rows), expected) for rows, _, _ in results)
+    rows = [(name, row) for _, read, _ in results for name, start, stop in read for row in range(start, stop)]
+    assert len(rows) == len(set(rows)) == ROWS
+
+
+@pytest.mark.parametrize("name", ["fp8", "fp8_row", "nvfp4"])
+def test_quantised_tables(tmp_path, name):
+    from ple_compile.tables.formats import FORMATS
+
+    expected = write_quantized(tmp_path, FORMATS[name], 4)(torch.arange(ROWS))
+    results = run_ranks(2, load_rows, tmp_path, False)
+    for rows, _, kind in results:
+        assert kind == f"Sharded{FORMATS[name].__name__}"
+        assert torch.equal(torch.from_numpy(rows), expected.view(torch.uint8))
+
+
+def quantise_while_loading(rank, directory, format):
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from ple_compile.tables.load import load_tables
+
+    load_tables(Model(), directory, init_device_mesh("cpu", (1,), mesh_dim_names=("tp",)), format)
+
+
+@pytest.mark.parametrize("format", ["fp8", "mmap"])
+def test_what_a_mesh_does_not_go_with(tmp_path, format):
+    write_checkpoint(tmp_path, ROWS, WIDTH, num_parts=7, num_files=2, base=BASE)
+    (text,) = run_ranks(1, quantise_while_loading, tmp_path, format)
+    assert f"format='{format}' with a mesh; quantise once with quantize_tables" in text

@@ -1,0 +1,126 @@
+"""save_tables: what it writes is a checkpoint, for load_tables, for safetensors, and for transformers."""
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from ple_compile.tables import save as save_module
+from ple_compile.tables.formats import FORMATS
+from ple_compile.tables.load import load_tables
+from ple_compile.tables.offload import offload_tables
+from ple_compile.tables.save import save_tables
+from tests.checkpoints import table_rows
+from tests.tables.test_formats import quantized
+from tests.tables.test_load import BASE, ROWS, WIDTH, Model
+
+
+def filled():
+    model = Model(device="cpu")
+    with torch.no_grad():
+        model.table.weight.copy_(table_rows(0, ROWS, WIDTH))
+    return model
+
+
+@pytest.mark.parametrize("num_parts, num_files", [(1, 1), (2, 2), (7, 4), (100, 3), (130, 3)])
+def test_parts_are_those_of_torch_chunk(tmp_path, num_parts, num_files, monkeypatch):
+    monkeypatch.setattr(save_module, "_FILE_BYTES", 3000)
+    monkeypatch.setattr(save_module, "_BLOCK_BYTES", 500)
+    files = save_tables(filled(), tmp_path, num_parts=num_parts)
+    tensors = {name: tensor for file in files for name, tensor in load_file(file).items()}
+    chunks = table_rows(0, ROWS, WIDTH).chunk(num_parts)
+    names = [f"{BASE}.shard_{i}.weight" for i in range(len(chunks))] if num_parts > 1 else [f"{BASE}.weight"]
+    assert tensors.keys() == set(names)
+    assert all(torch.equal(tensors[name], chunk) for name, chunk in zip(names, chunks))
+    sizes = [sum(tensor.nbytes for tensor in load_file(file).values()) for file in files]
+    assert max(sizes) <= max(3000, chunks[0].nbytes) and len(files) == num_files
+    model = Model()
+    load_tables(model, tmp_path)
+    assert torch.equal(model.table.weight, table_rows(0, ROWS, WIDTH))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("num_parts", [1, 3])
+def test_quantised_tables(tmp_path, name, num_parts):
+    model = Model()
+    model.ngrams.rows = quantized(FORMATS[name], ROWS, WIDTH)[0]
+    expected = model.table(torch.arange(ROWS))
+    save_tables(model, tmp_path, num_parts)
+    model = Model()
+    load_tables(model, tmp_path)
+    assert type(model.table) is FORMATS[name] and torch.equal(model.table(torch.arange(ROWS)), expected)
+
+
+def test_a_table_in_files_and_an_offloaded_one(driver, tmp_path):
+    first, second, third = tmp_path / "1", tmp_path / "2", tmp_path / "3"
+    save_tables(filled(), first, 4)
+    model = Model()
+    load_tables(model, first, format="mmap")
+    save_tables(model, second, 3)
+    model = Model()
+    load_tables(model, second)
+    offload_tables(model)
+    save_tables(model, third)
+    assert torch.equal(load_file(next(third.glob("*.safetensors")))[f"{BASE}.weight"], table_rows(0, ROWS, WIDTH))
+
+
+def test_transformers_loads_it(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    from tests.tiny_models import prompt, tiny_model
+
+    model = tiny_model(ple_layer_ids=(1, 3), split_ngram_parts=3)
+    state = model.state_dict()
+    rest = {name: tensor for name, tensor in state.items() if "ngram_embedding.weight" not in name}
+    model.save_pretrained(tmp_path, state_dict=rest)
+    save_tables(model, tmp_path, num_parts=3)
+    loaded, report = transformers.Qwen4ExpForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert not report["missing_keys"] and not report["unexpected_keys"]
+    assert all(torch.equal(tensor, loaded.state_dict()[name]) for name, tensor in state.items())
+    with torch.no_grad():
+        assert torch.equal(loaded(prompt(7)).logits, model(prompt(7)).logits)
+    fresh = tiny_model(ple_layer_ids=(1, 3))
+    load_tables(fresh, tmp_path)
+    name = "model.layers.2.ple.ple_embedding.ngram_embedding.weight"
+    assert torch.equal(fresh.state_dict()[name], state[name])
+
+
+def test_what_transformers_saves_is_loaded(tmp_path):
+    pytest.importorskip("transformers")
+    from tests.tiny_models import tiny_model
+
+    model = tiny_model(split_ngram_parts=3)
+    model.save_pretrained(tmp_path)
+    name = "model.layers.1.ple.ple_embedding.ngram_embedding.weight"
+    fresh = tiny_model()
+    with torch.no_grad():
+        fresh.get_parameter(name).zero_()
+    load_tables(fresh, tmp_path)
+    assert torch.equal(fresh.get_parameter(name), model.get_parameter(name))
+
+
+def test_a_directory_that_has_the_table_already(tmp_path):
+    save_tables(filled(), tmp_path, 3)
+    with pytest.raises(
+        ValueError, match=rf"ngram_tables-00001-of-00001.safetensors holds {BASE}.shard_0.weight already"
+    ):
+        save_tables(filled(), tmp_path, 3)
+
+
+def test_the_rest_of_a_model_without_an_index(tmp_path):
+    save_file({"model.norm.weight": torch.ones(3)}, tmp_path / "model.safetensors")
+    save_tables(filled(), tmp_path, 3)
+    model = Model()
+    load_tables(model, tmp_path)
+    assert torch.equal(model.table.weight, table_rows(0, ROWS, WIDTH))
+    index = (tmp_path / "model.safetensors.index.json").read_text()
+    assert '"model.norm.weight": "model-00001-of-00001.safetensors"' in index
+    assert f'"total_size": {12 + ROWS * WIDTH * 2}' in index
+
+
+def test_refusals(tmp_path):
+    with pytest.raises(ValueError, match="is on the meta device; load it first"):
+        save_tables(Model(), tmp_path)
+    with pytest.raises(ValueError, match="Linear has no n-gram table"):
+        save_tables(torch.nn.Linear(2, 2), tmp_path)
+    for parts in (0, 131):
+        with pytest.raises(ValueError, match=f"num_parts is {parts}; .* has 130 rows"):
+            save_tables(filled(), tmp_path, parts)
