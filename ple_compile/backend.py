@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from ple_compile import records, upstream
+from ple_compile import host_tables, records, upstream
 from ple_compile.config import Config, make_config
 from ple_compile.pipeline import FusePass
 from ple_compile.stats import count_executions
@@ -37,7 +37,9 @@ def compile_graph(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], confi
     fuse.nonce = record.nonce
     patches[name] = fuse
     graph_break = upstream.graph_break(gm)
-    compiled = upstream.compile_fx(gm, example_inputs, config_patches=patches)
+    inputs = list(example_inputs)
+    tables = host_tables.take_over(gm, inputs, config)
+    compiled = upstream.compile_fx(gm, inputs, config_patches=patches)
     report = records.resolve(record, fuse)
     report.graph_break = graph_break
     records.publish(report)
@@ -45,6 +47,6 @@ def compile_graph(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], confi
     def run(*args: Any) -> Any:
         count_executions(report.ple_layers)
         records.executed(report)
-        return compiled(*args)
+        return compiled(*(host_tables.views(tables, args) if tables else args))
 
     return run

@@ -7,6 +7,8 @@ from typing import Any
 
 from ple_compile import upstream
 
+_TYPES: dict[Any, type] = {bool: bool, str: str, dict[str, Any]: dict}
+ETP_LOWERINGS = ("auto", "all_reduce", "reduce_scatter", "all_to_all", "peer")
 MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 
 
@@ -19,6 +21,14 @@ class Config:
     fuse_gate: gate, key norm, query norm and convolution norm in one kernel.
     fuse_short_conv: dilated short convolution with its activation in one kernel.
     merge_gate_conv: the gate, the short convolution, the residual sums and the state update as one op.
+    fuse_lookup: gather and dequantise the rows of a quantised table in one kernel.
+    prefetch_lookup: start lookups in a host table ahead of their use, on a side stream.
+    lower_lookup: look rows of a sharded table up by the lowering `etp_lowering`.
+    prefetch_distance: how many layers ahead a lookup in a host table starts, at least 1, or "earliest".
+    offload: page-lock a table that lies in pageable host memory when it is met; otherwise such a table is looked up on
+        the CPU, with one warning. `ple_compile.offload_tables` does it beforehand.
+    etp_lowering: "auto", "all_reduce", "reduce_scatter", "all_to_all" or "peer".
+    etp_max_tokens: the most tokens that a rank looks up in one step; more is an error on every rank.
     mode: Inductor's mode ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs").
         It is a field because `torch.compile` refuses `mode` and `options` together.
     strict: raise when a pass that applies to a graph declined, instead of leaving that part to Inductor.
@@ -32,6 +42,13 @@ class Config:
     fuse_gate: bool = True
     fuse_short_conv: bool = True
     merge_gate_conv: bool = True
+    fuse_lookup: bool = True
+    prefetch_lookup: bool = True
+    lower_lookup: bool = True
+    prefetch_distance: int | str = 1
+    offload: bool = False
+    etp_lowering: str = "auto"
+    etp_max_tokens: int = 8192
     mode: str = "default"
     strict: bool = False
     inductor: dict[str, Any] = field(default_factory=dict)
@@ -39,13 +56,21 @@ class Config:
     def __post_init__(self) -> None:
         for item in dataclasses.fields(self):
             value = getattr(self, item.name)
-            expected: type = bool if item.type is bool else str if item.type is str else dict
-            if not isinstance(value, expected):
+            expected = _TYPES.get(item.type)
+            if expected is not None and not isinstance(value, expected):
                 raise ValueError(
                     f"Config.{item.name} is {value!r}, a {type(value).__name__}; give it a {expected.__name__}"
                 )
-        if self.mode not in MODES:
-            raise ValueError(f"Config.mode is {self.mode!r}; it is one of {', '.join(MODES)}")
+        for name, known_values in (("mode", MODES), ("etp_lowering", ETP_LOWERINGS)):
+            if getattr(self, name) not in known_values:
+                raise ValueError(f"Config.{name} is {getattr(self, name)!r}; it is one of {', '.join(known_values)}")
+        if self.prefetch_distance != "earliest" and not _positive(self.prefetch_distance):
+            raise ValueError(
+                f"Config.prefetch_distance is {self.prefetch_distance!r}; it is a number of layers from 1 on, or "
+                "'earliest'"
+            )
+        if not _positive(self.etp_max_tokens):
+            raise ValueError(f"Config.etp_max_tokens is {self.etp_max_tokens!r}; it is a number of tokens from 1 on")
         known = upstream.inductor_config.get_config_copy()
         for name in self.inductor:
             if name.replace("-", "_") not in known:
@@ -57,6 +82,10 @@ class Config:
         """What this configuration changes in Inductor's: its mode, then the options passed through."""
         patches = dict(upstream.list_mode_options(self.mode)) if self.mode != "default" else {}
         return patches | {name.replace("-", "_"): value for name, value in self.inductor.items()}
+
+
+def _positive(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
 def make_config(options: dict[str, Any], mode: str | None = None) -> Config:

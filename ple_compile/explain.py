@@ -74,8 +74,9 @@ def explain(model: nn.Module | Callable, *args: Any, **kwargs: Any) -> Report:
     """Run `model(*args, **kwargs)` once as compiled code and report what was fused, declined (and why), and broken.
 
     The call runs on deep copies of the arguments, so a cache among them stays as it is, and counters and `stats` are
-    put back; it records gradients only where the model is in training mode. A model that is not compiled is compiled for this call as `ple_compile.compile` would, and restored; what
-    was compiled stays in PyTorch's caches and serves the next call.
+    put back; it records gradients only where the model is in training mode. A model that is not compiled is compiled
+    for this call as `ple_compile.compile` would, and restored; what was compiled stays in PyTorch's caches and serves
+    the next call.
     """
     args, kwargs = copy.deepcopy(args), copy.deepcopy(kwargs)
     module = model if isinstance(model, nn.Module) else None

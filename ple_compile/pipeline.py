@@ -13,18 +13,30 @@ import ple_compile.passes as passes
 from ple_compile import ops, upstream
 from ple_compile.config import Config
 from ple_compile.passes.fuse_gate import fuse_gate
+from ple_compile.passes.fuse_lookup import fuse_lookup
 from ple_compile.passes.fuse_ngram_ids import fuse_ngram_ids
 from ple_compile.passes.fuse_short_conv import fuse_short_conv
+from ple_compile.passes.lower_lookup import lower_lookup
 from ple_compile.passes.merge_gate_conv import merge_gate_conv
 from ple_compile.passes.merge_kv_proj import merge_kv_proj
+from ple_compile.passes.prefetch_lookup import prefetch_lookup
 from ple_compile.report import GraphReport
 
 log = logging.getLogger("ple_compile")
 
-FUSE = (fuse_short_conv, fuse_gate, fuse_ngram_ids, merge_kv_proj, merge_gate_conv)
-SETTINGS: dict[str, tuple[str, ...]] = {"merge_kv_proj": ("training",)}
+FUSE = (fuse_short_conv, fuse_gate, fuse_ngram_ids, fuse_lookup, merge_kv_proj, merge_gate_conv)
+LOWER = (lower_lookup,)
+SCHEDULE = (prefetch_lookup,)
 
-PASS_NAMES = tuple(function.__name__ for function in FUSE)
+# What a pass needs to know beside the graph: fields of the configuration, or facts about the compilation.
+SETTINGS: dict[str, tuple[str, ...]] = {
+    "merge_kv_proj": ("training",),
+    "lower_lookup": ("etp_lowering", "etp_max_tokens"),
+    "prefetch_lookup": ("prefetch_distance",),
+}
+
+PASSES: tuple[Callable, ...] = FUSE + LOWER + SCHEDULE
+PASS_NAMES = tuple(function.__name__ for function in PASSES)
 
 
 class DeclinedError(RuntimeError):
@@ -71,11 +83,12 @@ def run(graph: Graph, config: Config, report: GraphReport, **settings: bool) -> 
     """Run the enabled passes on `graph`, in order; counts and reasons go to `report`."""
     assert graph.owning_module is not None
     with upstream.no_dispatch_modes(), torch.no_grad(), torch.autocast("cpu", enabled=False):
-        for function in FUSE:
+        facts = {**vars(config), **settings}
+        for function in PASSES:
             name = function.__name__
             if not getattr(config, name):
                 continue
-            keywords = {key: settings[key] for key in SETTINGS.get(name, ())}
+            keywords = {key: facts[key] for key in SETTINGS.get(name, ())}
             upstream.GraphTransformObserver(graph.owning_module, name, "post_grad_passes").apply_graph_pass(
                 functools.partial(_apply, function, report, keywords)
             )

@@ -37,6 +37,7 @@ __all__ = [
     "custom_passes",
     "detect_fake_mode",
     "expression",
+    "fake_on",
     "fingerprint",
     "free_symbols",
     "graph_break",
@@ -93,6 +94,12 @@ def run_custom_pass(function: Callable, graph: torch.fx.Graph, *, is_inference: 
         function(graph, is_inference=is_inference)
     else:
         function(graph)
+
+
+def fake_on(fake: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A fake tensor like `fake` on another device."""
+    with fake.fake_mode:
+        return torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device=device)
 
 
 def graph_break(gm: torch.fx.GraphModule) -> str:

@@ -25,8 +25,10 @@ from ple_compile.matching.graph import (
     outside_reader,
     value,
 )
+from ple_compile.ops.lookup import lookup
 
 PROBE_POSITIONS = 1024
+LOOKUPS = {aten.embedding.default, lookup}
 REMAINDERS = {aten.remainder.Tensor}
 # Moving tokens about costs nothing; the cache update reads the same concatenation.
 COLUMNS = {aten.cat.default, aten.slice.Tensor, aten.constant_pad_nd.default}
@@ -51,8 +53,8 @@ class NgramIds:
 
 
 def find_embeddings(graph: Graph) -> Iterator[tuple[Node, Node]]:
-    """(embedding node, ids node on the tokens' device) for every lookup whose ids come from a remainder."""
-    for node in graph.find_nodes(op="call_function", target=aten.embedding.default):
+    """(lookup node, ids node on the tokens' device) for every lookup whose ids come from a remainder."""
+    for node in [n for n in graph.nodes if calls(n, LOOKUPS)]:
         ids = node.args[1]
         while calls(ids, DEVICE_COPIES) and value(ids).dtype == value(ids.args[0]).dtype:
             ids = ids.args[0]
