@@ -43,7 +43,7 @@ def measure(layer: Layer, batch: int, tokens: int, state: bool, folder: str | No
 
     torch._dynamo.reset()
     compiled = torch.compile(layer.eager, dynamic=False)
-    check(layer, sets[0], ours)
+    check(layer, sets[0], ours, bit_equal=True)
     row: dict[str, float | int | str | None] = {
         "work": "decode, state" if state else "prefill",
         "batch": batch,
@@ -52,18 +52,23 @@ def measure(layer: Layer, batch: int, tokens: int, state: bool, folder: str | No
         "inductor": time(compiled),
         "ours": time(ours),
     }
-    for pdl in (True, False) if folder else ():
-        row["vllm, dependent launch" if pdl else "vllm"] = time(peer_step(layer, folder, pdl, sets, state))
+    if folder is not None:
+        for name, pdl in (("vllm, dependent launch", True), ("vllm", False)):
+            step = peer_step(layer, folder, pdl, sets, state)
+            check(layer, sets[1], step, bit_equal=False)
+            row[name] = time(step)
     row["floor"] = floor_bytes(batch, tokens, state) / bandwidth
     return row
 
 
-def check(layer: Layer, tensors: tuple[Tensor, ...], ours: Callable[..., Tensor]) -> None:
-    """Both sides compute the same before they are timed."""
+def check(layer: Layer, tensors: tuple[Tensor, ...], step: Callable[..., Tensor], bit_equal: bool) -> None:
+    """Whoever is timed computes what eager computes. One gate that rounds the other way changes its whole row."""
     expected = layer.eager(*(t.clone() for t in tensors))
-    equal = (ours(*(t.clone() for t in tensors)) == expected).double().mean().item()
-    if equal < 0.999:
-        raise AssertionError(f"only {equal:.4%} of the outputs are bit-equal to eager")
+    actual = step(*tensors).view(expected.shape)
+    torch.testing.assert_close(actual, expected, rtol=0.05, atol=0.05)
+    differ = (actual != expected).double().mean().item()
+    if bit_equal and differ > max(0.001, 2 * WIDTH / expected.numel()):
+        raise AssertionError(f"{differ:.4%} of the outputs are not bit-equal to eager")
 
 
 def peer_step(layer: Layer, folder: str, pdl: bool, sets: list, state: bool) -> Callable[..., Tensor]:

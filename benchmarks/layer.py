@@ -19,7 +19,7 @@ def random(*shape: int, scale: float = 1.0) -> Tensor:
     return (torch.randn(*shape, device="cuda") * scale).to(DTYPE)
 
 
-@dataclass
+@dataclass(eq=False)
 class Layer:
     """The weights behind the projections, and eager's way through them."""
 
