@@ -1,16 +1,16 @@
 """Look rows of a sharded table up by one of four lowerings.
 
 Matches:
-    rows = ple.sharded_lookup(shard, ids, peers, num_rows, rank, num_ranks, num_copies, table, groups...)
+    rows = ple.sharded_lookup(shard, ids, peers, num_rows, rank, num_ranks, num_copies, table, groups..., on_host)
 Becomes, with `etp_lowering="peer"`:
     rows = ple.peer_lookup(shard, ids, peers, num_rows, ...)
 and, with "all_reduce" where all ranks look up the same ids:
     local, mine = ple.local_ids(ids, ...)
-    words = aten.where(mine, aten.view.dtype(ple.lookup(shard, local), int32), 0)
+    words = aten.where(mine, aten.embedding(aten.view.dtype(shard, int32), local), 0)
     rows = aten.view.dtype(ple.wait_rows(_c10d_functional.all_reduce(words, "sum", group)), bfloat16)
-The other forms are in `ple_compile.sharding.lowerings`, whose functions are traced into the graph. `ple.lookup` reads
-this rank's shard in all of them, from wherever it lies. Where the model moves ids to a host table and rows back, the
-copies go.
+The other forms are in `ple_compile.sharding.lowerings`, whose functions are traced into the graph. A shard in host
+memory is read by `ple.lookup`, which `prefetch_lookup` may then start early. Where the model moves ids to a host table
+and rows back, the copies go.
 
 Declines where "peer" is asked for and the shards are not symmetric memory, and where rows of a host table are used on
 the host. One rank alone has nothing to lower.

@@ -48,7 +48,7 @@ def fake(shard: Tensor, ids: Tensor, peers: Tensor | None, *fields: int | str) -
 
 sharded_lookup = define(
     "sharded_lookup(Tensor shard, Tensor ids, Tensor? peers, int num_rows, int rank, int num_ranks, int num_copies, "
-    "str table, str group, str source_group, str copy_group) -> Tensor",
+    "str table, str group, str source_group, str copy_group, bool on_host) -> Tensor",
     cpu=run,
     cuda=run,
     fake=fake,

@@ -44,6 +44,7 @@ class ShardedLookup(nn.Embedding):
             layout.group,
             layout.source_group,
             layout.copy_group,
+            layout.on_host,
         )
 
     @property

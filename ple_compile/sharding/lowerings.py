@@ -14,6 +14,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 import ple_compile.ops.all_to_all_lookup
 import ple_compile.ops.local_ids
@@ -109,7 +110,11 @@ def _own_words(shard: Tensor, ids: Tensor, layout: Layout, limit: int, what: str
         layout.group,
         what,
     )
-    return torch.where(mine.unsqueeze(-1), _words(ple.lookup(shard, local)), 0)
+    if layout.on_host:
+        rows = _words(ple.lookup(shard, local))
+    else:  # Inductor makes one kernel of the gather and the mask
+        rows = F.embedding(local, _words(shard))
+    return torch.where(mine.unsqueeze(-1), rows, 0)
 
 
 def _words(rows: Tensor) -> Tensor:

@@ -27,6 +27,7 @@ class Layout(NamedTuple):
     group: str
     source_group: str  # one rank of every source, in order
     copy_group: str  # the copies of this rank's source
+    on_host: bool = False  # the rows lie in host memory, and a device reads them
 
     @property
     def num_sources(self) -> int:
@@ -127,4 +128,5 @@ class Sharding:
             group=group.group_name,
             source_group=sources,
             copy_group=copies,
+            on_host=self.host,
         )

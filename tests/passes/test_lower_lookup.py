@@ -17,6 +17,7 @@ from tests.sharding.lowered import NGrams, compiled
 
 device_put = torch.ops.prims.device_put
 SAME = Layout(10, 1, 2, 2, "rows.weight", "0", "", "0")  # rank 1 of tp=2
+HOST = SAME._replace(on_host=True)
 OWN = Layout(10, 3, 4, 2, "rows.weight", "0", "1", "3")  # rank 3 of dp=2 x tp=2
 
 
@@ -81,7 +82,14 @@ def test_more_tokens_than_the_limit():
 @pytest.mark.parametrize("width, words", [(4, "torch.int32"), (3, "torch.uint8")])
 def test_rows_travel_as_the_widest_integers_that_fit(width, words):
     text = printed(lower(SAME, "all_reduce", dtype=torch.uint8, width=width)[0])
-    assert f"aten.view.dtype(lookup, {words})" in text
+    assert f"aten.view.dtype(arg0_1, {words})" in text
+
+
+@pytest.mark.parametrize("lowering", ["all_reduce", "reduce_scatter"])
+def test_rows_on_the_host_are_read_by_the_op_that_prefetch_knows(lowering):
+    text = printed(lower(OWN._replace(on_host=True), lowering)[0])
+    assert "ple.lookup.default(arg0_1, getitem)" in text and "aten.view.dtype(lookup, torch.int32)" in text
+    assert "ple.lookup" not in printed(lower(OWN, lowering)[0])
 
 
 def test_every_lookup_of_a_graph():
@@ -114,7 +122,7 @@ def test_one_rank_is_not_applicable():
 
 
 def host_lookup(shard, ids):
-    rows = sharded_lookup(shard, ids.cpu(), None, *SAME)
+    rows = sharded_lookup(shard, ids.cpu(), None, *HOST)
     return device_put(rows, "cuda") * 2
 
 
@@ -134,7 +142,7 @@ def test_ids_stay_on_the_device_where_the_model_moves_them_to_a_host_table():
 
 def test_rows_used_on_the_host_are_declined():
     def on_the_host_too(shard, ids):
-        rows = sharded_lookup(shard, ids.cpu(), None, *SAME)
+        rows = sharded_lookup(shard, ids.cpu(), None, *HOST)
         return device_put(rows, "cuda") * 2, rows + 1
 
     gm, report = on_cuda(on_the_host_too), GraphReport()

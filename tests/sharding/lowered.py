@@ -50,17 +50,18 @@ def lower(graph: torch.fx.Graph, lowering: str, max_tokens: int) -> None:
     graph.lint()
 
 
-def traced(module: NGrams, lowering: str, ids: Tensor, max_tokens: int = 16) -> torch.fx.GraphModule:
-    """`module` as a graph of (shard, ids) with `lower_lookup` applied, for any number of ids; runs without Inductor."""
+def traced(module: NGrams, lowering: str, ids: Tensor, max_tokens: int = 16) -> Callable[[Tensor], Tensor]:
+    """`module` as a graph with `lower_lookup` applied, for any number of ids; runs as it stands, without Inductor."""
 
-    def look_up(shard: Tensor, ids: Tensor) -> Tensor:
-        return torch.func.functional_call(module, {"rows.weight": shard}, ids)
+    def look_up(ids: Tensor, *held: Tensor) -> Tensor:
+        return torch.func.functional_call(module, dict(zip(("rows.weight", "rows.peers"), held)), ids)
 
+    held = [module.rows.weight] + ([] if module.rows.peers is None else [module.rows.peers])
     with torch.no_grad():
-        gm = make_fx(look_up, tracing_mode="symbolic")(module.rows.weight, ids)
+        gm = make_fx(look_up, tracing_mode="symbolic")(ids, *held)
     lower(gm.graph, lowering, max_tokens)
     gm.recompile()
-    return gm
+    return lambda ids: gm(ids, *held)
 
 
 def compiled(

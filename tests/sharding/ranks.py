@@ -1,4 +1,4 @@
-"""Real process groups on the CPU: a function on a few gloo ranks, each a process, and what each of them returned."""
+"""Real process groups: a function on a few ranks, each a process, and what each of them returned."""
 
 import datetime
 import multiprocessing
@@ -17,16 +17,16 @@ _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["torch", "ple_compile.sharding.shard", "ple_compile.passes.lower_lookup"])
 
 
-def run_ranks(num_ranks: int, function: Callable, *args: Any, timeout: float = 60) -> list[Any]:
+def run_ranks(num_ranks: int, function: Callable, *args: Any, timeout: float = 60, backend: str = "gloo") -> list[Any]:
     """`function(rank, *args)` on every rank; a list of results, or of the exceptions' texts. `timeout` is the group's.
 
-    A rank that ends without either gives None.
+    A rank that ends without either gives None. With NCCL in `backend`, each rank has a device of its own.
     """
     with tempfile.TemporaryDirectory() as folder:
         ends, processes = [], []
         for rank in range(num_ranks):
             receive, send = _CONTEXT.Pipe(duplex=False)
-            arguments = (send, f"{folder}/store", rank, num_ranks, timeout, function, args)
+            arguments = (send, f"{folder}/store", rank, num_ranks, timeout, backend, function, args)
             processes.append(_CONTEXT.Process(target=_run, args=arguments))
             processes[-1].start()
             send.close()
@@ -45,12 +45,21 @@ def _receive(end: Connection) -> Any:
 
 
 def _run(
-    send: Connection, store: str, rank: int, num_ranks: int, timeout: float, function: Callable, args: tuple
+    send: Connection,
+    store: str,
+    rank: int,
+    num_ranks: int,
+    timeout: float,
+    backend: str,
+    function: Callable,
+    args: tuple,
 ) -> None:
     torch.set_num_threads(1)
     os.environ["OMP_NUM_THREADS"] = "1"
+    if "nccl" in backend:
+        torch.cuda.set_device(rank)
     dist.init_process_group(
-        "gloo",
+        backend,
         init_method=f"file://{store}",
         rank=rank,
         world_size=num_ranks,

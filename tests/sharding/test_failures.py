@@ -24,7 +24,7 @@ def disagree(rank, ways):
     module = sharded()
     if ways[rank] == "eager":
         return module(IDS)
-    return traced(module, ways[rank], IDS)(module.rows.weight, IDS)
+    return traced(module, ways[rank], IDS)(IDS)
 
 
 @pytest.mark.parametrize("ways", [("all_reduce", "eager"), ("eager", "reduce_scatter"), ("all_to_all", "all_reduce")])
@@ -40,7 +40,7 @@ def disagree_later(rank):
     module(IDS)
     if rank == 1:
         return module(IDS)
-    return traced(module, "reduce_scatter", IDS)(module.rows.weight, IDS)
+    return traced(module, "reduce_scatter", IDS)(IDS)
 
 
 def test_a_pass_that_applied_later_on_one_rank():
@@ -51,9 +51,7 @@ def test_a_pass_that_applied_later_on_one_rank():
 
 def die(rank, lowering):
     module = sharded("dp", same_tokens=False)
-    call = module if lowering == "eager" else lambda ids: graph(module.rows.weight, ids)
-    if lowering != "eager":
-        graph = traced(module, lowering, IDS)
+    call = traced(module, lowering, IDS)
     call(IDS)
     if rank == 1:
         os._exit(1)
