@@ -1,7 +1,9 @@
-"""How many bytes each lowering moves, and which one "auto" picks.
+"""How many bytes each lowering moves, over which links, and which one "auto" picks.
 
-The bytes are those that one rank receives in one lookup, on average over the ranks; every rank sends as many. An
-all-reduce, a reduce-scatter and an all-gather count as rings, which no algorithm without in-network reduction beats.
+Bytes are those that one rank receives in one lookup, on average over the ranks; every rank sends as many. All-reduce,
+reduce-scatter and all-gather count as rings, which no algorithm without in-network reduction beats; ids are taken to
+be spread evenly over the rows, as hashes are. Nodes hold `ranks_per_node` neighbouring ranks: inside one, bytes go over
+NVLink; between two, over each rank's share of the network.
 """
 
 from typing import NamedTuple
@@ -14,43 +16,48 @@ HOST_READ_FACTOR = 4
 
 
 class Step(NamedTuple):
-    """One collective: what it is, over how many ranks, and how many bytes a rank receives in it."""
+    """One exchange: between `num_ranks` ranks, each `stride` ranks from the next, of `received` bytes for a rank."""
 
-    collective: str
+    exchange: str
     num_ranks: int
+    stride: int
     received: float
+
+    def between_nodes(self, ranks_per_node: int) -> float:
+        """How many of the bytes come from another node."""
+        neighbours = min(self.num_ranks, max(1, ranks_per_node // self.stride))  # ranks of the exchange in one node
+        if neighbours == self.num_ranks:
+            return 0.0
+        if self.exchange in ("all_to_all", "reads"):
+            return self.received * (self.num_ranks - neighbours) / (self.num_ranks - 1)
+        return self.received / neighbours  # a ring enters every node once
 
 
 def steps(lowering: str, layout: Layout, tokens: int, max_tokens: int, heads: int, row_bytes: int) -> list[Step]:
-    """The collectives of one lookup of `tokens` tokens on every source, in order."""
+    """The exchanges of one lookup of `tokens` tokens on every source, in order."""
     ranks, sources, copies = layout.num_ranks, layout.num_sources, layout.num_copies
-    token_bytes = heads * row_bytes
+    token_bytes, remote = heads * row_bytes, (ranks - 1) / ranks
     if lowering == "peer":
-        return [Step("reads", ranks, (ranks - 1) / ranks * tokens * token_bytes)]
+        return [Step("reads", ranks, 1, remote * tokens * token_bytes)]
     found = []
     if lowering == "all_to_all":
         share = tokens // copies + 1 if copies > 1 else tokens
-        remote = (ranks - 1) / ranks
-        found.append(Step("all_to_all", ranks, remote * ranks * ID_BYTES))
-        found.append(Step("all_to_all", ranks, remote * tokens / copies * heads * ID_BYTES))
-        found.append(Step("all_to_all", ranks, remote * tokens / copies * token_bytes))
-        if copies > 1:
-            found.append(Step("all_gather", copies, (copies - 1) * share * token_bytes))
-        return found
-    if sources > 1:
-        padded = max_tokens if lowering == "all_reduce" else -(-max_tokens // copies) * copies
-        found.append(Step("all_gather", sources, (sources - 1) * (padded * heads + 1) * ID_BYTES))
-    elif lowering == "reduce_scatter":
-        padded = (tokens // copies + 1) * copies
+        found.append(Step("all_to_all", ranks, 1, remote * ranks * ID_BYTES))
+        found.append(Step("all_to_all", ranks, 1, remote * tokens / copies * heads * ID_BYTES))
+        found.append(Step("all_to_all", ranks, 1, remote * tokens / copies * token_bytes))
+    elif sources > 1:
+        share = -(-max_tokens // copies)
+        padded = max_tokens if lowering == "all_reduce" else share * copies
+        found.append(Step("all_gather", sources, copies, (sources - 1) * (padded * heads + 1) * ID_BYTES))
     else:
-        padded = tokens
-    rows = sources * padded * token_bytes
+        share = tokens // copies + 1
+        padded = tokens if lowering == "all_reduce" else share * copies
     if lowering == "all_reduce":
-        found.append(Step("all_reduce", ranks, 2 * (ranks - 1) / ranks * rows))
-    else:
-        found.append(Step("reduce_scatter", ranks, (ranks - 1) / ranks * rows))
-        if copies > 1:
-            found.append(Step("all_gather", copies, (copies - 1) / copies * padded * token_bytes))
+        return [*found, Step("all_reduce", ranks, 1, 2 * remote * sources * padded * token_bytes)]
+    if lowering == "reduce_scatter":
+        found.append(Step("reduce_scatter", ranks, 1, remote * sources * padded * token_bytes))
+    if copies > 1:
+        found.append(Step("all_gather", copies, 1, (copies - 1) * share * token_bytes))
     return found
 
 
