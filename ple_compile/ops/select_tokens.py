@@ -188,7 +188,7 @@ def reference(
     return selected
 
 
-def _fake(query, keys, cos, sin, visible, norm_weight, norm_eps, ratio, num_selected, layout):
+def fake(query, keys, cos, sin, visible, norm_weight, norm_eps, ratio, num_selected, layout):
     return visible.new_empty(visible.shape)
 
 
@@ -197,5 +197,5 @@ select_tokens = define(
     "float norm_eps, int ratio, int num_selected, str layout) -> Tensor",
     cpu=reference,
     cuda=reference,
-    fake=_fake,
+    fake=fake,
 )

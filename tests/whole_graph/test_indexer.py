@@ -9,11 +9,11 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from tiny_qwen4exp import CACHE, make_cache, make_config, modeling
 from torch import Tensor
 
 from ple_compile.ops import select_tokens as op
 from ple_compile.whole_graph.indexer import Layout, make_forward
+from tests.whole_graph.tiny_qwen4exp import CACHE, make_cache, make_config, modeling
 
 NUM_CASES = int(os.environ.get("PLE_INDEXER_CASES", "60"))
 # Relative size of the score differences that rounding explains: float32 sums, and one flipped rounding of a key.

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from tiny_qwen4exp import CACHE, make_cache, make_model, modeling
 from torch import nn
 
 from ple_compile.whole_graph import apply, prepare_cache, sources
+from tests.whole_graph.tiny_qwen4exp import CACHE, make_cache, make_model, modeling
 
 # Two layers, each kind once. Eight heads: with two, a quarter of all block scores is exactly zero, and the original
 # leaves ties open.
