@@ -4,6 +4,7 @@
 already; it takes `gathered` as an argument because the exchange must come first.
 """
 
+import torch
 from torch import Tensor
 
 from ple_compile.ops._library import define
@@ -11,6 +12,9 @@ from ple_compile.ops.local_ids import too_many
 
 
 def refuse(gathered: Tensor, ids: Tensor, shard: Tensor, max_ids: int, what: str) -> Tensor:
+    if gathered.is_cuda:
+        # The error may end this process, which must not be before the exchange is over.
+        torch.cuda.current_stream(gathered.device).synchronize()
     raise ValueError(too_many(ids.numel(), max_ids, what))
 
 

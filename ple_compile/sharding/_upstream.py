@@ -50,5 +50,8 @@ def empty_symmetric(rows: int, width: int, dtype: torch.dtype, device: torch.dev
 def exchange_pointers(shard: Tensor, group: dist.ProcessGroup) -> tuple[object, list[int]]:
     """Map every rank's shard into this process. The addresses are valid as long as the handle lives. Collective."""
     handle = symmetric_memory.rendezvous(shard, group)
-    shards = [handle.get_buffer(rank, shard.shape, shard.dtype) for rank in range(group.size())]
-    return handle, [remote.data_ptr() for remote in shards]
+    allocations = handle.buffer_ptrs
+    # A shard may lie anywhere in its allocation: recent releases take symmetric memory from a pool.
+    offsets: list[int] = [0] * group.size()
+    dist.all_gather_object(offsets, shard.data_ptr() - allocations[group.rank()], group=group)
+    return handle, [start + offset for start, offset in zip(allocations, offsets)]
