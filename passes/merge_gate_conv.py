@@ -8,7 +8,8 @@ Matches:
     new_state = last columns of cat([state, normed^T])        # where there is a cache, any spelling
 Becomes:
     out = ple.gate_conv(...)                                  # or
-    out, new_state = ple.gate_conv_update(...)
+    out, new_state = ple.gate_conv_update(...)                # or, where the new state overwrites the old,
+    out = ple.gate_conv_update_(..., state)
 
 Neither `gated` nor `normed` is then written to memory. Declines when someone else reads either of them.
 """
@@ -19,10 +20,10 @@ from dataclasses import dataclass
 from torch.fx import Graph, Node
 
 from ple_compile.matching.gate import Declined
-from ple_compile.matching.graph import aten, calls, erase_unused, insert, size_node, value
+from ple_compile.matching.graph import aten, calls, cone, dims, erase_unused, insert, size_node, value
 from ple_compile.matching.short_conv import ShortConv, find_state_writes
 from ple_compile.ops.gate import gate as gate_op
-from ple_compile.ops.gate_conv import gate_conv, gate_conv_update
+from ple_compile.ops.gate_conv import gate_conv, gate_conv_update, gate_conv_update_
 from ple_compile.ops.short_conv import short_conv
 from ple_compile.report import GraphReport
 
@@ -91,13 +92,35 @@ def _is_sum(node: Node, left: Node, right: Node) -> bool:
     return calls(node, {aten.add.Tensor}) and not node.kwargs and set(node.args) == {left, right}
 
 
+def _written_back(found: GateConv) -> Node | None:
+    """The `copy_` of the new state over the old one, where the op may write the state itself.
+
+    That is where the state is an input of the graph which nobody else reads, before or after.
+    """
+    state = found.conv.args[2]
+    if not found.writes or state is None or state.op != "placeholder":
+        return None
+    (write,) = found.writes
+    (copy, *others) = write.users
+    if others or not calls(copy, {aten.copy_.default}) or copy.args != (state, write) or dims(write) != dims(state):
+        return None
+    inside = {*cone([write], {found.conv.args[0], state}), found.conv, copy}
+    readers = {*state.users, *(user for node in inside - {found.conv} for user in node.users)}
+    return copy if readers <= inside else None
+
+
 def _replace(graph: Graph, found: GateConv) -> None:
     key, val, hidden, norm_key, norm_query, norm_conv, mask, eps, eps_tensors, gate_dtype = found.gate.args
     _, weight, state, dilation = found.conv.args
     norms = (key, val, hidden, norm_key, norm_query, norm_conv, weight, mask, state)
     settings = (eps, eps_tensors, gate_dtype, dilation, found.add_hidden)
     interior = [found.root]
-    if found.writes:
+    written_back = _written_back(found)
+    if written_back is not None:
+        out = insert(graph, found.root, gate_conv_update_, (*norms, *settings))
+        graph.erase_node(written_back)
+        interior += found.writes
+    elif found.writes:
         (write,) = found.writes
         window = size_node(graph, found.root, write, 2)
         both = insert(graph, found.root, gate_conv_update, (*norms, *settings, window))
