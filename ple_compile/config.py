@@ -32,6 +32,8 @@ class Config:
     mode: Inductor's mode ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs").
         It is a field because `torch.compile` refuses `mode` and `options` together.
     strict: raise when a pass that applies to a graph declined, instead of leaving that part to Inductor.
+    whole_graph: let `ple_compile.compile` put forwards that one graph can hold on transformers' Qwen4Exp and compile
+        the whole text model; False compiles each PLE layer by itself. The backend alone does not read it.
     inductor: options passed through to Inductor, e.g. {"max_autotune": True}.
 
     Raises ValueError for an unknown mode or a value of the wrong type.
@@ -51,6 +53,7 @@ class Config:
     etp_max_tokens: int = 8192
     mode: str = "default"
     strict: bool = False
+    whole_graph: bool = True
     inductor: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

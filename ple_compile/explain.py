@@ -21,6 +21,7 @@ class Report:
 
     model: str
     layers: list[str]
+    replaced: list[str]
     graphs: list[tuple[str, GraphReport]]
 
     def events(self) -> list[tuple[str, Event]]:
@@ -31,7 +32,7 @@ class Report:
     def to_dict(self) -> dict[str, Any]:
         """The report as plain lists and dicts."""
         graphs = [{"region": region, "graph_break": g.graph_break, **g.to_dict()} for region, g in self.graphs]
-        return {"model": self.model, "layers": self.layers, "graphs": graphs}
+        return {"model": self.model, "layers": self.layers, "replaced": self.replaced, "graphs": graphs}
 
     def save(self, path: str | pathlib.Path) -> None:
         """Write the report: JSON where the name ends in .json, text otherwise."""
@@ -56,6 +57,8 @@ class Report:
                     f"  [{event.node}{', ' + event.source if event.source else ''}]" if event.status == DECLINED else ""
                 )
                 lines.append(f"  {event.pass_name:<18} {event.status}{reason}{at}")
+        if self.replaced:
+            lines.append(f"\nfor one graph, forwards were replaced on: {', '.join(self.replaced)}")
         breaks = list(dict.fromkeys(graph.graph_break for _, graph in self.graphs if graph.graph_break))
         if breaks:
             lines.append("\ngraph breaks")
@@ -89,6 +92,7 @@ def explain(model: nn.Module | Callable, *args: Any, **kwargs: Any) -> Report:
     try:
         with records.collect() as graphs, torch.set_grad_enabled(module is not None and module.training):
             model(*args, **kwargs)
+        replaced = regions.changes_of(module) if module is not None else []
     finally:
         if module is not None and compile_here:
             regions.restore(module)
@@ -96,4 +100,4 @@ def explain(model: nn.Module | Callable, *args: Any, **kwargs: Any) -> Report:
         upstream.counters["ple_compile"].clear()
         upstream.counters["ple_compile"].update(counted)
     name = type(module).__name__ if module is not None else getattr(model, "__name__", "function")
-    return Report(name, layers, graphs)
+    return Report(name, layers, replaced, graphs)

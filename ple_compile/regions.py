@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ple_compile import records, upstream
+from ple_compile import records, upstream, whole_graph
 from ple_compile.config import Config, make_config
 from ple_compile.layers import find_ple_layers
 
@@ -28,16 +28,20 @@ _compiled_models: "weakref.WeakKeyDictionary[nn.Module, _Undo]" = weakref.WeakKe
 class _Undo:
     config: Config
     calls: dict[str, Callable | None]
+    whole_graph: whole_graph.Undo | None
     get_compiled_call: Callable | None
 
 
 def compile(model: nn.Module, **config: Any) -> nn.Module:
     """Compile `model` in place with `backend="ple"`, and return it.
 
-    The compiled regions are the PLE layers themselves, with dynamic shapes: their graphs do not depend on what else in
-    the model breaks a graph, so each execution of a PLE layer is a compiled one whatever prompt lengths arrive.
-    `generate()` of transformers then runs through them; where it compiles its decode step by itself (static cache on
-    CUDA), that compilation uses this backend too.
+    transformers' Qwen4Exp is compiled as one graph for prefill, one for decode and one for a chunk on a filled cache,
+    with dynamic shapes: what keeps its class from being captured is replaced on this model's modules (see
+    `ple_compile.whole_graph`), unless `whole_graph=False` or its source is not a known one, which is logged. In any
+    other model the compiled regions are the PLE layers themselves: their graphs do not depend on what else breaks a
+    graph. Either way each execution of a PLE layer is a compiled one whatever prompt lengths arrive. `generate()` of
+    transformers runs through the regions; where it compiles its decode step by itself (static cache on CUDA), that
+    compilation uses this backend too.
 
     Keyword arguments are the fields of `ple_compile.Config`. Calling it again replaces the earlier configuration.
     While a model is compiled, Dynamo's `recompile_limit` is at least 64. Raises ValueError for an unknown option, and,
@@ -52,9 +56,12 @@ def compile(model: nn.Module, **config: Any) -> nn.Module:
             raise ValueError(f"ple_compile.compile(strict=True): {message}; pass the model that holds it")
         log.warning("ple_compile.compile: %s; nothing was compiled", message)
         return model
-    undo = _Undo(settings, {name: vars(layer).get("_compiled_call_impl") for name, layer in layers.items()}, None)
-    for name, layer in layers.items():
-        layer._compiled_call_impl = _compiled_call(layer, name, settings)
+    applied = _apply_whole_graph(model, settings)
+    regions = _regions(model, layers, applied is not None)
+    calls = {name: vars(region).get("_compiled_call_impl") for name, region in regions.items()}
+    undo = _Undo(settings, calls, applied, None)
+    for name, region in regions.items():
+        region._compiled_call_impl = _compiled_call(region, name, settings)
     if hasattr(model, "get_compiled_call"):
         undo.get_compiled_call = model.__dict__.get("get_compiled_call")
         setattr(model, "get_compiled_call", types.MethodType(_get_compiled_call, model))  # noqa: B010
@@ -70,6 +77,8 @@ def restore(model: nn.Module) -> nn.Module:
         return model
     for name, call in undo.calls.items():
         _put_back(model.get_submodule(name), "_compiled_call_impl", call)
+    if undo.whole_graph is not None:
+        undo.whole_graph()
     if hasattr(model, "get_compiled_call"):
         _put_back(model, "get_compiled_call", undo.get_compiled_call)
         for attribute in ("_compiled_call", "_last_compile_config"):
@@ -77,6 +86,35 @@ def restore(model: nn.Module) -> nn.Module:
     if not _compiled_models:
         upstream.reset_recompile_limit()
     return model
+
+
+def _apply_whole_graph(model: nn.Module, config: Config) -> whole_graph.Undo | None:
+    """Make transformers' text model capturable as one graph; None where it is not there or not wanted."""
+    if not config.whole_graph or not whole_graph.text_models(model):
+        return None
+    try:
+        return whole_graph.apply(model)
+    except ValueError as reason:
+        if config.strict:
+            raise
+        log.warning("ple_compile.compile: each PLE layer is compiled by itself, not the whole model: %s", reason)
+        return None
+
+
+def _regions(model: nn.Module, layers: dict[str, nn.Module], whole: bool) -> dict[str, nn.Module]:
+    """What to compile, by name: the text models where they can be captured, and PLE layers outside of them."""
+    texts = {id(module) for module in whole_graph.text_models(model)} if whole else set()
+    found = {name: module for name, module in model.named_modules() if id(module) in texts}
+    for name, layer in layers.items():
+        if not any(name.startswith(f"{text}.") or text == "" for text in found):
+            found[name] = layer
+    return found
+
+
+def changes_of(model: nn.Module) -> list[str]:
+    """The classes whose forward was replaced so that one graph holds the model."""
+    undo = _compiled_models.get(model)
+    return list(undo.whole_graph.changes) if undo is not None and undo.whole_graph is not None else []
 
 
 def _put_back(module: nn.Module, name: str, value: Any) -> None:

@@ -13,7 +13,7 @@ PASSES = ("fuse_ngram_ids", "fuse_gate", "fuse_short_conv", "merge_kv_proj", "me
 
 
 def test_a_model_report_names_layers_and_passes(no_codegen: None, tmp_path: pathlib.Path) -> None:
-    model = tiny_model((1, 2))
+    model = ple_compile.compile(tiny_model((1, 2)), whole_graph=False)
     report = ple_compile.explain(model, prompt(7))
     text = str(report)
     assert "Qwen4ExpForCausalLM: 2 PLE layer(s), 2 ran fused" in text
@@ -25,7 +25,14 @@ def test_a_model_report_names_layers_and_passes(no_codegen: None, tmp_path: path
     assert json.loads((tmp_path / "report.json").read_text()) == report.to_dict()
     report.save(tmp_path / "report.txt")
     assert (tmp_path / "report.txt").read_text() == text
-    assert model._compiled_call_impl is None
+
+
+def test_a_model_that_is_not_compiled_is_compiled_for_the_call_only(no_codegen: None) -> None:
+    model = tiny_model(num_layers=2)
+    report = ple_compile.explain(model, prompt(7))
+    assert "1 ran fused" in str(report) and "Qwen4ExpTextGatedDeltaNet" in report.replaced
+    assert model.model._compiled_call_impl is None and "forward" not in vars(model.model)
+    assert ple_compile.stats() == {"ple_executions": 0}
 
 
 def test_counters_stats_and_cache_stay_as_they_are(no_codegen: None) -> None:

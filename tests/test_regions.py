@@ -28,11 +28,11 @@ def forwards(model: Qwen4ExpForCausalLM) -> list[int]:
     return calls
 
 
-@pytest.mark.parametrize("ple_layer_ids", [(2,), (1, 2, 3)])
-def test_ten_prompt_lengths_run_compiled(no_codegen: None, ple_layer_ids: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("ple_layer_ids, whole_graph", [((2,), True), ((1, 2, 3), False)])
+def test_ten_prompt_lengths_run_compiled(no_codegen: None, ple_layer_ids: tuple[int, ...], whole_graph: bool) -> None:
     model = tiny_model(ple_layer_ids)
     expected = [generate(model, prompt(length)) for length in LENGTHS]
-    ple_compile.compile(model, strict=True)
+    ple_compile.compile(model, strict=True, whole_graph=whole_graph)
     actual = [generate(model, prompt(length)) for length in LENGTHS]
     for ours, eager in zip(actual, expected):
         assert torch.equal(ours, eager)
@@ -40,11 +40,12 @@ def test_ten_prompt_lengths_run_compiled(no_codegen: None, ple_layer_ids: tuple[
     assert executions() == len(LENGTHS) * 3 * len(ple_layer_ids)
 
 
-def test_static_cache_decode_keeps_ple(no_codegen: None) -> None:
+@pytest.mark.parametrize("whole_graph", [True, False])
+def test_static_cache_decode_keeps_ple(no_codegen: None, whole_graph: bool) -> None:
     """transformers compiles decode itself for a static cache; `_compile_all_devices` makes it do so on a CPU."""
     model = tiny_model()
     expected = [generate(model, prompt(length), 5, cache_implementation="static") for length in (5, 11, 20)]
-    ple_compile.compile(model)
+    ple_compile.compile(model, whole_graph=whole_graph)
     config = CompileConfig()
     config._compile_all_devices = True
     actual = [
@@ -76,6 +77,7 @@ def test_restore_undoes_everything(no_codegen: None) -> None:
     limit = torch._dynamo.config.recompile_limit
     before = {name: dict(vars(module)) for name, module in model.named_modules()}
     ple_compile.compile(model)
+    assert "forward" in vars(model.model)
     generate(model, prompt(5))
     ple_compile.restore(model)
     for name, module in model.named_modules():
@@ -100,7 +102,7 @@ def test_two_caches_through_one_model_do_not_mix(no_codegen: None) -> None:
     model = tiny_model()
     first, second = prompt(7, seed=1), prompt(7, seed=2)
     expected = [model(first, use_cache=True), model(second, use_cache=True)]
-    ple_compile.compile(model)
+    ple_compile.compile(model, whole_graph=False)
     ours = [model(first, use_cache=True), model(second, use_cache=True)]
     token = torch.tensor([[5]])
     for mine, eagers in zip(ours, expected):
@@ -108,4 +110,17 @@ def test_two_caches_through_one_model_do_not_mix(no_codegen: None) -> None:
         step = model(token, **{name: getattr(mine, name)}).logits
         ple_compile.restore(model)
         torch.testing.assert_close(step, model(token, **{name: getattr(eagers, name)}).logits)
-        ple_compile.compile(model)
+        ple_compile.compile(model, whole_graph=False)
+
+
+def test_a_model_of_unknown_source_is_compiled_by_layers(
+    no_codegen: None, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ple_compile.whole_graph.sources, "KNOWN", {})
+    model = tiny_model()
+    ple_compile.compile(model)
+    assert "each PLE layer is compiled by itself" in caplog.text
+    assert model.model.layers[1].ple._compiled_call_impl is not None
+    assert model.model._compiled_call_impl is None
+    with pytest.raises(ValueError):
+        ple_compile.compile(model, strict=True)
