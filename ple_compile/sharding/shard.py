@@ -30,7 +30,7 @@ def shard_tables(
     there is copied and released; one on the meta device is allocated, this rank's rows only, and left to be filled by
     `load_state_dict` or `torch.distributed.checkpoint`. The rows lie on the mesh's device, or with `host` in
     page-locked host memory. On CUDA devices of one node that can read each other's memory, they are symmetric memory,
-    which the lowering `peer` needs.
+    which the lowering `peer` needs. Scales by row of a quantised table (`fp8_row`, `nvfp4`) stay whole on every rank.
 
     The ranks of the last axis look up the same ids unless `same_tokens` is False; see
     `ple_compile.sharding.topology.Sharding` for what the settings mean together. The table is frozen. Afterwards, all

@@ -15,8 +15,10 @@ def torchrun(num_ranks, *arguments):
     return done.stdout
 
 
-@pytest.mark.parametrize("num_ranks, dp", [(2, 1), (4, 2)])
-def test_tokens_are_those_of_the_whole_table(num_ranks, dp):
-    output = torchrun(num_ranks, "--tp", "2")
+@pytest.mark.parametrize(
+    "num_ranks, dp, arguments", [(4, 2, ["--tokens", "6"]), (2, 1, ["--tokens", "1", "--backend", "ple"])]
+)
+def test_tokens_are_those_of_the_whole_table(num_ranks, dp, arguments):
+    output = torchrun(num_ranks, "--tp", "2", *arguments)
     for rank in range(num_ranks):
         assert f"rank {rank} of dp {dp} x tp 2" in output

@@ -178,6 +178,19 @@ def test_classes_that_compute_on_the_rows_still_do():
         assert torch.equal(module.rows(torch.arange(6)), expected)
 
 
+def test_transformers_model_looks_up_as_before():
+    pytest.importorskip("transformers")
+    from tests.whole_graph.tiny_qwen4exp import make_model
+
+    model, ids = make_model(), torch.tensor([[5, 3, 9, 9, 2]])
+    with torch.no_grad(), fake_mesh(tp=1) as mesh:
+        expected = model(ids).logits
+        assert [name.rpartition(".")[0] for name in shard_tables(model, mesh)] == [
+            name for name, module in model.named_modules() if isinstance(module, ShardedLookup)
+        ]
+        assert torch.equal(model(ids).logits, expected)
+
+
 def test_a_table_tied_between_two_layers_is_one():
     model = nn.ModuleList([NGrams(8), NGrams(8)])
     model[1].rows.weight = model[0].rows.weight
