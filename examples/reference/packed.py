@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .ple import PLE
+from .ple import PLE, PLEState
 
 
 class PackedBatch(NamedTuple):
@@ -35,9 +35,8 @@ class PackedBatch(NamedTuple):
     num_accepted_tokens: Tensor | None = None  # [R]
 
 
-def locate(query_start_loc: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
-    """The request of every token and the token's place in it, [T] each."""
-    token = torch.arange(num_tokens, device=query_start_loc.device)
+def locate(query_start_loc: Tensor, token: Tensor) -> tuple[Tensor, Tensor]:
+    """The request of each of the batch's tokens, given by number, and the token's place in it."""
     starts = query_start_loc.long()
     # Requests that end at or before the token; tokens after the last request's end count as its own.
     request = torch.searchsorted(starts[1:].contiguous(), token, right=True).clamp(max=starts.shape[0] - 2)
@@ -46,8 +45,8 @@ def locate(query_start_loc: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
 
 def older_tokens(tokens: Tensor, batch: PackedBatch) -> list[Tensor]:
     """For every token the ones 1, 2, ... steps before it, from the batch or from the request's context."""
-    request, place = locate(batch.query_start_loc, tokens.shape[0])
     token, context = torch.arange(tokens.shape[0], device=tokens.device), batch.ngram_context.long()
+    request, place = locate(batch.query_start_loc, token)
     size = context.shape[1]
     older = []
     for shift in range(1, size + 1):
@@ -71,8 +70,8 @@ def short_conv(columns: Tensor, weight: Tensor, dilation: int, pool: Tensor, bat
     """
     taps = weight.shape[-1]
     reach = (taps - 1) * dilation
-    request, place = locate(batch.query_start_loc, columns.shape[0])
     token = torch.arange(columns.shape[0], device=columns.device)
+    request, place = locate(batch.query_start_loc, token)
     slot, first = batch.state_indices.long()[request], first_columns(batch)[request]
     has_state = batch.has_initial_state[request].unsqueeze(-1)
 
@@ -88,6 +87,20 @@ def short_conv(columns: Tensor, weight: Tensor, dilation: int, pool: Tensor, bat
     return torch.where((slot != 0).unsqueeze(-1), F.silu(total.to(columns.dtype)), 0)
 
 
+def history_and_tokens(
+    columns: Tensor, reach: int, pool: Tensor, batch: PackedBatch, request: Tensor, source: Tensor
+) -> Tensor:
+    """[len(request), C, S]: of each request's history and tokens, laid end to end, those numbered `source` [.., S]."""
+    slot = batch.state_indices.long()[request]
+    has_state = batch.has_initial_state[request] & (slot != 0)
+    in_history = (first_columns(batch)[request].unsqueeze(-1) + source).clamp(max=pool.shape[-1] - 1)
+    history = pool[slot].gather(-1, in_history.unsqueeze(1).expand(-1, pool.shape[1], -1))
+    history = torch.where(has_state.view(-1, 1, 1), history, 0)
+    begin = batch.query_start_loc.long()[request]
+    tokens = columns[(begin.unsqueeze(-1) + source - reach).clamp(0, columns.shape[0] - 1)].mT
+    return torch.where((source < reach).unsqueeze(1), history, tokens)
+
+
 def store_columns(columns: Tensor, reach: int, pool: Tensor, batch: PackedBatch) -> None:
     """Writes each request's newest columns into its slot; a request without tokens or slot leaves the pool as it is.
 
@@ -95,35 +108,69 @@ def store_columns(columns: Tensor, reach: int, pool: Tensor, batch: PackedBatch)
     fills `reach - 1 + q`: its history less one column, then its tokens, so that n accepted ones are read from n - 1 on.
     """
     window = pool.shape[-1]
-    starts, slot = batch.query_start_loc.long(), batch.state_indices.long()
-    begin, length = starts[:-1], starts.diff()
+    slot, length = batch.state_indices.long(), batch.query_start_loc.long().diff()
     first_kept = length  # an index into history and tokens laid end to end
     if batch.num_accepted_tokens is not None:
         fits = reach - 1 + length <= window
         speculative = batch.has_initial_state & (batch.num_accepted_tokens > 0) & fits
         first_kept = torch.where(speculative, 1, length)
 
-    old = pool[slot]  # [R, C, window]
+    request = torch.arange(slot.shape[0], device=pool.device)
     source = first_kept.unsqueeze(-1) + torch.arange(window, device=pool.device)  # [R, window]
-    in_history = (first_columns(batch).unsqueeze(-1) + source).clamp(max=window - 1)
-    history = old.gather(-1, in_history.unsqueeze(1).expand_as(old))
-    history = torch.where(batch.has_initial_state.view(-1, 1, 1), history, 0)
-    tokens = columns[(begin.unsqueeze(-1) + source - reach).clamp(0, columns.shape[0] - 1)].mT
-    new = torch.where((source < reach).unsqueeze(1), history, tokens)
-
+    new = history_and_tokens(columns, reach, pool, batch, request, source)
     active = ((slot != 0) & (length > 0)).unsqueeze(-1)
     written = active & (source < reach + length.unsqueeze(-1))
     # Several requests may name slot 0: all of them write back what it holds.
-    pool[slot] = torch.where(written.unsqueeze(1), new, old)
+    pool[slot] = torch.where(written.unsqueeze(1), new, pool[slot])
+
+
+def columns_at(columns: Tensor, reach: int, pool: Tensor, batch: PackedBatch, boundaries: Tensor) -> Tensor:
+    """[P, C, reach]: what a token following the batch's first `boundary` tokens would look back on, for P boundaries.
+
+    A boundary belongs to the request of the token before it; 0 is the first request's beginning. Only reads the pool,
+    and must do so before `store_columns`.
+    """
+    request, place = locate(batch.query_start_loc, boundaries.long() - 1)
+    source = place.unsqueeze(-1) + 1 + torch.arange(reach, device=pool.device)
+    return history_and_tokens(columns, reach, pool, batch, request, source)
+
+
+def context_at(tokens: Tensor, batch: PackedBatch, boundaries: Tensor) -> Tensor:
+    """[P, ngram_size - 1]: the `ngram_context` that goes with `columns_at`."""
+    last, context = boundaries.long() - 1, batch.ngram_context.long()
+    request, place = (x.unsqueeze(-1) for x in locate(batch.query_start_loc, last))
+    size = context.shape[1]
+    back = torch.arange(size - 1, -1, -1, device=tokens.device)
+    from_batch = tokens[(last.unsqueeze(-1) - back).clamp(min=0)]
+    from_context = context[request, (size + place - back).clamp(0, size - 1)]
+    return torch.where(place >= back, from_batch, from_context)
 
 
 class PackedPLE(PLE):
-    def forward(self, streams: Tensor, input_ids: Tensor, batch: PackedBatch, conv_pool: Tensor) -> Tensor:  # type: ignore[override]
-        """What to add to `streams` [T, C]; updates `conv_pool` [slots, C, window]. C = hc_count * hidden."""
-        if input_ids.shape[0] == 0:
-            return torch.zeros_like(streams)
+    def forward(  # type: ignore[override]
+        self,
+        streams: Tensor,
+        input_ids: Tensor,
+        batch: PackedBatch,
+        conv_pool: Tensor,
+        boundaries: Tensor | None = None,
+    ) -> Tensor | tuple[Tensor, PLEState]:
+        """What to add to `streams` [T, C]; updates `conv_pool` [slots, C, window]. C = hc_count * hidden.
+
+        With `boundaries` [P], numbers of tokens of the batch, also the states there, for a prefix cache: a request
+        that begins with the same tokens may start from them, in a slot of its own.
+        """
         tokens = input_ids.long()
+        if tokens.shape[0] == 0:
+            if boundaries is not None:
+                raise ValueError("a batch without tokens has no boundaries")
+            return torch.zeros_like(streams)
         gated, normed = self.gate(streams, self.ple_embedding(tokens, older_tokens(tokens, batch)))
         convolved = short_conv(normed, self.conv1d.weight, self.ngram_size, conv_pool, batch)
+        exported = None
+        if boundaries is not None:
+            columns = columns_at(normed, self.reach, conv_pool, batch, boundaries)
+            exported = PLEState(columns, context_at(tokens, batch, boundaries))
         store_columns(normed, self.reach, conv_pool, batch)
-        return gated + convolved
+        out = gated + convolved
+        return out if exported is None else (out, exported)

@@ -191,3 +191,26 @@ def test_full_graph_with_any_batch():
         out = compiled(*make_batch(padded, pieces, list(range(1, len(lengths) + 1))), pool)
         assert_close(out, torch.cat([r.expected for r in requests]))
     assert len(graphs) == 1
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_states_at_boundaries(name):
+    """What a chunk exports is what the padded layer's state holds there, and another request goes on from it."""
+    packed, padded = build(CONFIGS[name])
+    requests = [Request(padded, length, seed) for seed, length in enumerate((20, 33, 6))]
+    pool = new_pool(padded, 5)
+    packed(*make_batch(padded, [(r, 0, 5) for r in requests], [1, 2, 3]), pool)
+    pieces = [(requests[0], 5, 20), (requests[1], 5, 33), (requests[2], 5, 6)]
+    ends = [(0, 7), (0, 20), (1, 6), (1, 17), (2, 6)]  # request, its tokens so far
+    offsets = [0, 15, 43]
+    boundaries = torch.tensor([offsets[r] + end - 5 for r, end in ends])
+    out, exported = packed(*make_batch(padded, pieces, [1, 2, 3]), pool, boundaries)
+    assert_close(out, torch.cat([r.expected[start:end] for r, start, end in pieces]))
+    for (r, end), columns, tokens in zip(ends, exported.conv, exported.context):
+        _, state = requests[r].run(padded, end)
+        assert_close(columns, state.conv[0])
+        assert torch.equal(tokens, state.context[0])
+
+    pool[4, :, : padded.reach] = exported.conv[3]
+    out = packed(*make_batch(padded, [(requests[1], 17, 33)], [4]), pool)
+    assert_close(out, requests[1].expected[17:])
