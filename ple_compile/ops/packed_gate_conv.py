@@ -1,0 +1,281 @@
+"""The whole PLE layer behind its projections for requests laid end to end, with their states in a pool.
+
+    gated, normed = gate(key, value, hidden, ...)                    ple_compile/ops/gate.py
+    out = gated + short_conv(normed, conv_weight, pool, ...)         ple_compile/ops/packed_short_conv.py
+    out = hidden + out                                               with add_hidden
+    every request's slot takes its newest columns, in place; every token has read the old ones
+
+key and hidden are [T, C], value [T, C / streams], out [T, C]; pool [slots, C, W] and the requests' index tensors are
+described in ple_compile/ops/_packed.py. Decode rows, prefill rows and speculative rows may stand in one batch. With
+`boundaries` [P] (numbers of tokens of the batch) the second result [P, C, reach] holds what a request that went on
+after each of them would look back on: states for prefix caching from the same pass. Without, it is empty.
+
+Rounds where the two ops round. No tensor is gathered by request and none is larger than two numbers per token and
+stream. Launches: one where there are as many tokens as requests (decoding), else three, and one more for `boundaries`.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from ple_compile.ops import _packed
+from ple_compile.ops import gate as gate_op
+from ple_compile.ops import packed_short_conv as conv_op
+from ple_compile.ops import short_conv as padded_conv
+from ple_compile.ops._library import define
+from ple_compile.ops._packed import Requests
+from ple_compile.ops._packed_gate_conv_kernels import columns_kernel, decode_kernel, window_kernel
+from ple_compile.ops._rounding import TRITON_DTYPE
+from ple_compile.ops._tiles import row_parts, vector_size
+from ple_compile.ops.gate_conv import TUNED
+
+# Decoding in one launch is right for any batch with as many tokens as requests, and slow for requests of many tokens
+# in it, which it walks through one by one. Two launches would parallelise those and cost every decode step about 2 us.
+ONE_LAUNCH_FOR_DECODE = True
+
+
+class Inputs(NamedTuple):
+    """The op's arguments, in schema order."""
+
+    key: Tensor
+    value: Tensor
+    hidden: Tensor
+    norm_key_weight: Tensor
+    norm_query_weight: Tensor
+    norm_conv_weight: Tensor
+    conv_weight: Tensor
+    pool: Tensor
+    query_start_loc: Tensor
+    state_indices: Tensor
+    has_initial_state: Tensor
+    num_accepted_tokens: Tensor | None
+    boundaries: Tensor | None
+    eps: list[float]
+    eps_tensors: list[Tensor]
+    gate_dtype: torch.dtype
+    dilation: int
+    add_hidden: bool
+
+    @property
+    def requests(self) -> Requests:
+        return Requests(*self[8:12])
+
+    @property
+    def reach(self) -> int:
+        return (self.conv_weight.shape[-1] - 1) * self.dilation
+
+    @property
+    def gated_dtype(self) -> torch.dtype:
+        return torch.promote_types(self.gate_dtype, self.value.dtype)
+
+    @property
+    def out_dtype(self) -> torch.dtype:
+        return torch.promote_types(self.gated_dtype, self.hidden.dtype) if self.add_hidden else self.gated_dtype
+
+    def new_export(self) -> Tensor:
+        count = 0 if self.boundaries is None else self.boundaries.shape[0]
+        return self.pool.new_empty(count, self.pool.shape[1], self.reach)
+
+
+def reference(*args) -> tuple[Tensor, Tensor]:
+    inputs = Inputs(*args)
+    check(inputs)
+    if inputs.key.shape[0] == 0:
+        return fake(*args)[0], inputs.new_export().zero_()
+    gated, normed = gate_op.reference(*inputs[:6], None, inputs.eps, inputs.eps_tensors, inputs.gate_dtype)
+    out = gated + conv_op.short_conv(normed, inputs.conv_weight, inputs.pool, inputs.requests, inputs.dilation)
+    exported = inputs.new_export()
+    if inputs.boundaries is not None:
+        exported = conv_op.columns_at(normed, inputs.pool, inputs.requests, inputs.reach, inputs.boundaries)
+    conv_op.store_columns(normed, inputs.pool, inputs.requests, inputs.reach)
+    return (inputs.hidden + out if inputs.add_hidden else out), exported
+
+
+def launch(*args) -> tuple[Tensor, Tensor]:
+    inputs = Inputs(*args)
+    if inputs.gate_dtype == torch.float64 or not gate_op.computes(*inputs[:8]):
+        return reference(*args)
+    check(inputs)
+    tokens, channels = inputs.key.shape
+    out, exported = fake(*args)
+    if out.numel() == 0:
+        return out, exported.zero_()
+    # Even strides of size-1 dimensions; the last is contiguous.
+    key, value, hidden = (gate_op.batched(x)[0] for x in inputs[:3])
+    inputs = inputs._replace(key=key, value=value, hidden=hidden)
+    streams = channels // value.shape[-1]
+    scalars = torch.empty(2, streams, tokens, dtype=torch.float32, device=out.device)
+    if ONE_LAUNCH_FOR_DECODE and tokens == inputs.requests.num_requests and inputs.boundaries is None:
+        launch_decode(inputs, out, scalars)
+        return out, exported
+    gate_op.launch_gate(
+        *inputs[:6], None, gate_op.epsilons(inputs.eps, inputs.eps_tensors), inputs.gate_dtype, scalars=scalars
+    )  # fmt: skip
+    launch_window(inputs, out, scalars)
+    if inputs.boundaries is not None:
+        launch_columns(inputs, exported, scalars, inputs.boundaries)
+    launch_columns(inputs, inputs.pool, scalars, None)
+    return out, exported
+
+
+def launch_decode(inputs: Inputs, out: Tensor, scalars: Tensor) -> None:
+    tokens, width = inputs.value.shape
+    streams = out.shape[1] // width
+    window = inputs.pool.shape[-1]
+    num_warps = max(1, min(TUNED.few_warps, triton.next_power_of_2(width) // 128))
+    # The scalars are computed by every program of a row: cut rows only as far as the GPU has room for.
+    block = min(512, triton.next_power_of_2(width))
+    while block < width and triton.cdiv(width, block) * streams * tokens > TUNED.few_programs:
+        block *= 2
+    decode_kernel[(triton.cdiv(width, block) * streams * tokens,)](
+        out,
+        scalars,
+        *inputs[:3],
+        *(weight.contiguous() for weight in inputs[3:7]),
+        inputs.pool,
+        *inputs.requests.kernel_arguments(),
+        tokens,
+        inputs.key.stride(0),
+        inputs.value.stride(0),
+        inputs.hidden.stride(0),
+        *inputs.pool.stride(),
+        *gate_op.epsilons(inputs.eps, inputs.eps_tensors),
+        1.0 / math.sqrt(width),
+        STREAMS=streams,
+        WIDTH=width,
+        KERNEL=inputs.conv_weight.shape[-1],
+        DILATION=inputs.dilation,
+        COLUMNS=window,
+        LANES=32 * num_warps,
+        PARTS=row_parts(width, 32 * num_warps, vector_size(*inputs[:3])),
+        CHANNELS=min(block, width),
+        BLOCK=block,
+        STATE_BLOCK=512 * num_warps,
+        POOL=pool_layout(inputs.pool, inputs.reach),
+        ADD_HIDDEN=inputs.add_hidden,
+        num_warps=num_warps,
+        **gate_op.dtypes(*inputs[:3], inputs.gate_dtype),
+    )
+
+
+def pool_layout(pool: Tensor, reach: int) -> str:
+    """Which way a slot lies in memory: "channels" or "dense" (columns together, nothing between) move faster."""
+    if pool.stride(1) == 1 and reach <= 16:
+        return "channels"
+    return "dense" if pool.stride(2) == 1 and pool.stride(1) == reach == pool.shape[2] else "any"
+
+
+def launch_window(inputs: Inputs, out: Tensor, scalars: Tensor) -> None:
+    tokens, width = inputs.value.shape
+    streams = out.shape[1] // width
+    # The largest power of two that divides the row, so that no thread idles, unless that is very small.
+    block = min(max(TUNED.conv_block // 8, width & -width), TUNED.conv_block, triton.next_power_of_2(width))
+    blocks = triton.cdiv(width, block) * streams
+    segments, steps = padded_conv.chains(1, tokens, inputs.dilation, TUNED.conv_programs // blocks)
+    window_kernel[(blocks * segments * inputs.dilation,)](
+        out,
+        scalars,
+        inputs.value,
+        inputs.hidden,
+        inputs.norm_conv_weight.contiguous(),
+        inputs.conv_weight.contiguous(),
+        inputs.pool,
+        *inputs.requests.kernel_arguments(),
+        tokens,
+        inputs.requests.num_requests,
+        segments,
+        steps,
+        inputs.value.stride(0),
+        inputs.hidden.stride(0),
+        *inputs.pool.stride(),
+        STREAMS=streams,
+        WIDTH=width,
+        KERNEL=inputs.conv_weight.shape[-1],
+        DILATION=inputs.dilation,
+        SPARE=inputs.pool.shape[-1] - inputs.reach,
+        BLOCK=block,
+        REQUESTS=_packed.search_block(inputs.requests.num_requests),
+        ADD_HIDDEN=inputs.add_hidden,
+        GATED=TRITON_DTYPE[inputs.gated_dtype],
+        num_warps=max(1, block // (32 * TUNED.conv_vector)),
+    )
+
+
+def launch_columns(inputs: Inputs, new: Tensor, scalars: Tensor, boundaries: Tensor | None) -> None:
+    """The slots' new columns, or those at `boundaries` into `new` [boundaries, C, reach]."""
+    tokens, width = inputs.value.shape
+    streams = inputs.pool.shape[1] // width
+    count = inputs.requests.num_requests if boundaries is None else boundaries.shape[0]
+    if count == 0:
+        return
+    channels = 256
+    columns_kernel[(triton.cdiv(width, channels) * streams * count,)](
+        new,
+        inputs.pool,
+        scalars,
+        inputs.value,
+        inputs.norm_conv_weight.contiguous(),
+        boundaries,
+        0 if boundaries is None else boundaries.stride(0),
+        *inputs.requests.kernel_arguments(),
+        tokens,
+        inputs.requests.num_requests,
+        inputs.value.stride(0),
+        *new.stride(),
+        *inputs.pool.stride(),
+        STREAMS=streams,
+        WIDTH=width,
+        REACH=inputs.reach,
+        COLUMNS=new.shape[-1],
+        SPARE=inputs.pool.shape[-1] - inputs.reach,
+        CHANNELS=channels,
+        BLOCK=1024,
+        REQUESTS=_packed.search_block(inputs.requests.num_requests),
+        CHANNELS_TOGETHER=new.stride(1) == 1,
+        GATED=TRITON_DTYPE[inputs.gated_dtype],
+        num_warps=4,
+    )
+
+
+def check(inputs: Inputs) -> None:
+    name = "packed_gate_conv_"
+    gate_op.check(*inputs[:3], inputs[3:6])
+    tokens, channels = inputs.key.shape[0], inputs.key.shape[-1]
+    weight = inputs.conv_weight
+    if inputs.key.dim() != 2 or weight.shape[0] != channels or weight.numel() != channels * weight.shape[-1]:
+        raise ValueError(
+            f"{name}: key {tuple(inputs.key.shape)} must be [tokens, channels] and conv_weight {tuple(weight.shape)} "
+            "[channels, 1, taps] or [channels, taps]"
+        )
+    if inputs.reach < 1:
+        raise ValueError(f"{name}: a convolution of {weight.shape[-1]} tap has no state; pass at least two taps")
+    _packed.check(name, tokens, **inputs.requests._asdict())
+    _packed.check_pool(name, channels, inputs.pool, inputs.reach)
+    if torch.promote_types(inputs.pool.dtype, inputs.gated_dtype) != inputs.pool.dtype:
+        raise ValueError(f"{name}: a pool of {inputs.pool.dtype} cannot hold columns of {inputs.gated_dtype}")
+    if inputs.boundaries is not None and (
+        inputs.boundaries.dim() != 1 or inputs.boundaries.dtype not in _packed.INTEGERS
+    ):
+        raise ValueError(
+            f"{name}: boundaries is {inputs.boundaries.dtype} {tuple(inputs.boundaries.shape)}; "
+            "pass int32 or int64 [boundaries]"
+        )
+
+
+def fake(*args) -> tuple[Tensor, Tensor]:
+    inputs = Inputs(*args)
+    return inputs.key.new_empty(inputs.key.shape, dtype=inputs.out_dtype), inputs.new_export()
+
+
+packed_gate_conv_ = define(
+    "packed_gate_conv_(Tensor key, Tensor value, Tensor hidden, Tensor norm_key_weight, Tensor norm_query_weight, "
+    "Tensor norm_conv_weight, Tensor conv_weight, Tensor(a!) pool, Tensor query_start_loc, Tensor state_indices, "
+    "Tensor has_initial_state, Tensor? num_accepted_tokens, Tensor? boundaries, float[] eps, Tensor[] eps_tensors, "
+    "ScalarType gate_dtype, int dilation, bool add_hidden) -> (Tensor out, Tensor exported)",
+    cpu=reference,
+    cuda=launch,
+    fake=fake,
+)
