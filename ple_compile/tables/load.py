@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_READERS = 4
-_BLOCK_BYTES = 2**25
+_READERS = 8
+_BLOCK_BYTES = 2**24
 
 
 def load_tables(
@@ -204,7 +204,7 @@ def fill(target: Tensor, parts: list[StoredTensor], rows: tuple[int, int], progr
             into.copy_(staging)
         return (stop - start) * part.row_bytes
 
-    # Several readers: one alone is held up by the page faults of fresh memory.
+    # Several readers: what holds one alone up are the page faults of fresh memory.
     with ThreadPoolExecutor(_READERS) as pool:
         for num_bytes in pool.map(read, _pieces(parts, rows)):
             if progress is not None:

@@ -29,8 +29,8 @@ from ple_compile.tables.tensor_file import StoredTensor, TensorWriter, map_rows,
 
 log = logging.getLogger(__name__)
 
-_BLOCK_VALUES = 2**21  # values handled together; what is made of them on the way takes about 100 MiB
-_BLOCKS_PER_NOTE = 32  # blocks between two notes of progress
+_BLOCK_VALUES = 2**19  # values handled together; what is made of them on the way takes about 25 MiB
+_BLOCKS_PER_NOTE = 256  # blocks between two notes of progress
 _FINGERPRINT_ROWS = 64
 
 ReadRows = Callable[[int, int], Tensor]
@@ -69,18 +69,21 @@ class Totals:
     largest: float = 0.0
 
     def add(self, start: int, rows: Tensor, decoded: Tensor) -> None:
-        rows = rows.double()
-        error = decoded.double() - rows
-        squares, error_squares = rows.square().sum(dim=1), error.square().sum(dim=1)
+        rows = rows.float()
+        error = decoded - rows
+        size = max(abs(float(x)) for x in rows.aminmax())
+        if not 1e-15 < size < 1e15:  # squares would leave float32's range
+            rows, error = rows.double(), error.double()
+        norms, distances = (torch.linalg.vector_norm(x, dim=1).double() for x in (rows, error))
         # A row of zeros comes back as zeros.
-        relative = torch.where(squares > 0, (error_squares / squares).sqrt(), 0.0)
+        relative = torch.where(norms > 0, distances / norms, 0.0)
         worst, index = relative.max(dim=0)
         if worst.item() > self.worst_row:
             self.worst_row, self.worst_row_index = worst.item(), start + int(index)
-        self.squares += squares.sum().item()
-        self.error_squares += error_squares.sum().item()
+        self.squares += norms.square().sum().item()
+        self.error_squares += distances.square().sum().item()
         self.row_errors += relative.sum().item()
-        self.largest = max(self.largest, error.abs().max().item())
+        self.largest = max(self.largest, *(abs(float(x)) for x in error.aminmax()))
 
     def report(self, table: str, format: str, num_rows: int) -> QuantizationError:
         overall = (self.error_squares / self.squares) ** 0.5 if self.squares else 0.0
