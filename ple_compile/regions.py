@@ -14,6 +14,7 @@ from torch import nn
 from ple_compile import records, upstream, whole_graph
 from ple_compile.config import Config, make_config
 from ple_compile.layers import find_ple_layers
+from ple_compile.tables.formats import check_scales
 
 log = logging.getLogger("ple_compile")
 
@@ -44,8 +45,8 @@ def compile(model: nn.Module, **config: Any) -> nn.Module:
     compilation uses this backend too.
 
     Keyword arguments are the fields of `ple_compile.Config`. Calling it again replaces the earlier configuration.
-    While a model is compiled, Dynamo's `recompile_limit` is at least 64. Raises ValueError for an unknown option, and,
-    with `strict=True`, for a model without a PLE layer; otherwise such a model is returned as it is, with a warning.
+    While a model is compiled, Dynamo's `recompile_limit` is at least 64. Raises ValueError for an unknown option, for a
+    quantised table whose scale is missing, zero or NaN, and, with `strict=True`, for a model without a PLE layer; otherwise such a model is returned as it is, with a warning.
     """
     settings = make_config(config)
     restore(model)
@@ -56,6 +57,7 @@ def compile(model: nn.Module, **config: Any) -> nn.Module:
             raise ValueError(f"ple_compile.compile(strict=True): {message}; pass the model that holds it")
         log.warning("ple_compile.compile: %s; nothing was compiled", message)
         return model
+    check_scales(model)
     applied = _apply_whole_graph(model, settings)
     regions = _regions(model, layers, applied is not None)
     calls = {name: vars(region).get("_compiled_call_impl") for name, region in regions.items()}

@@ -26,10 +26,11 @@ from ple_compile.matching.graph import (
     value,
 )
 from ple_compile.ops.lookup import lookup
+from ple_compile.ops.mapped_lookup import mapped_lookup
 from ple_compile.ops.sharded_lookup import sharded_lookup
 
 PROBE_POSITIONS = 1024
-LOOKUPS = {aten.embedding.default, lookup, sharded_lookup}
+LOOKUPS = {aten.embedding.default, lookup, mapped_lookup, sharded_lookup}
 REMAINDERS = {aten.remainder.Tensor}
 # Moving tokens about costs nothing; the cache update reads the same concatenation.
 COLUMNS = {aten.cat.default, aten.slice.Tensor, aten.constant_pad_nd.default}
