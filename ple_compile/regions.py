@@ -46,7 +46,8 @@ def compile(model: nn.Module, **config: Any) -> nn.Module:
 
     Keyword arguments are the fields of `ple_compile.Config`. Calling it again replaces the earlier configuration.
     While a model is compiled, Dynamo's `recompile_limit` is at least 64. Raises ValueError for an unknown option, for a
-    quantised table whose scale is missing, zero or NaN, and, with `strict=True`, for a model without a PLE layer; otherwise such a model is returned as it is, with a warning.
+    quantised table whose scale is missing, zero or NaN, and, with `strict=True`, for a model without a PLE layer;
+    otherwise such a model is returned as it is, with a warning.
     """
     settings = make_config(config)
     restore(model)
