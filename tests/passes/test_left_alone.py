@@ -57,7 +57,7 @@ def gate(
         ({"scale": 6.0}, 0),
         ({"sign": lambda d: torch.where(d >= 0, 1.0, -1.0)}, 0),  # differs only where the dot product is zero
     ],
-    ids=str,
+    ids=["the gate", "clamp", "offset", "scale", "sign of zero"],
 )
 def test_gates_that_differ_in_one_constant(change: dict, matches: int) -> None:
     case = Case()
@@ -79,7 +79,7 @@ def test_gates_that_differ_in_one_constant(change: dict, matches: int) -> None:
         (dict(activation=F.gelu), "differs from silu"),
         (dict(shift=1), "differs from silu"),
     ],
-    ids=str,
+    ids=["bias", "stride", "activation", "shift"],
 )
 def test_convolutions_that_are_not_ours(change: dict, reason: str) -> None:
     conv = nn.Conv1d(16, 16, 4, groups=16, dilation=3, bias=change.get("bias", False), stride=change.get("stride", 1))
