@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from ple_compile.whole_graph import sources
-from ple_compile.whole_graph.cache import position_holder, prepare_cache, static_positions
+from ple_compile.whole_graph.cache import make_keys_contiguous, position_holder, prepare_cache, static_positions
 from ple_compile.whole_graph.delta_rule import make_chunk_rule
 from ple_compile.whole_graph.indexer import Layout, make_forward
 
@@ -101,7 +101,9 @@ def _make_text_forward(layout: Layout, original: Callable[..., Any], cache_name:
         position_ids = position_ids[-3:].expand(3, -1, -1).clone(memory_format=torch.contiguous_format)
         buffer = static_positions(self, cache, batch_size)
         if buffer is None:
-            return original(self, **{**kwargs, "position_ids": position_ids})
+            outputs = original(self, **{**kwargs, "position_ids": position_ids})
+            make_keys_contiguous(self, cache)
+            return outputs
         # The original appends the new positions to the kept ones. The kept ones being the whole buffer, new ones
         # included, a block start is found at its own index and the queries' at the end, and no shape grows.
         where = torch.arange(num_queries, device=buffer.device) + cache.get_seq_length()

@@ -103,3 +103,15 @@ def prepare_cache(text_model: nn.Module, cache: Any, batch_size: int) -> None:
             local = like.new_empty((), device=block.self_attn.q_norm.weight.device)
             _fill_static(block.self_attn, layer, batch_size, local)
     static_positions(model, cache, batch_size)
+
+
+def make_keys_contiguous(text_model: Any, cache: Any) -> None:
+    """Gives a dynamic cache's keys the strides they have in eager mode.
+
+    Inductor drops the empty tensor that the first keys are appended to, and returns them in the strides of what is
+    left: the second decode step, whose keys come from a real concatenation, would be compiled anew.
+    """
+    for block, layer in zip(text_model.layers, cache.layers):
+        if block.layer_type != "linear_attention":
+            layer.keys, layer.values = layer.keys.contiguous(), layer.values.contiguous()
+            layer.indexer_keys = layer.indexer_keys.contiguous()
