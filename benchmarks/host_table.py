@@ -4,7 +4,11 @@
     python benchmarks/host_table.py --tokens tokens.npz    # JSON to host_table.json, tables in Markdown to stdout
 
 Needs a CUDA device, host memory for the table (`--rows`, 320 bytes each) and room for a copy of it on the GPU (the
-"table on GPU" rows are left out when it does not fit). Times are medians of wall time between two synchronisations.
+"table on GPU" column is left out when it does not fit). Times are medians of wall time between two synchronisations.
+
+The layer table runs a step of two layers, compiled: products that take about as long as the lookup, then the lookup of
+real text and its use. "lookup hidden" is the share of the lookup's time that prefetching takes away:
+(host - prefetched) / (host - layer alone).
 """
 
 import argparse
@@ -15,7 +19,7 @@ import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import real_text
 import torch
@@ -23,12 +27,13 @@ import triton
 from torch import Tensor, nn
 
 from ple_compile.ops.lookup import HOST_PROGRAMS, lookup
-from ple_compile.ops.lookup_async import lookup_start, lookup_wait
 from ple_compile.ops.ngram_ids import ngram_ids
 from ple_compile.tables import hot_rows
 from ple_compile.tables.offload import offload_tables
 
-WIDTH, HEADS, TOKENS = 160, 16, (1, 64, 8192)
+WIDTH, HEADS, TOKENS, MODES = 160, 16, (1, 64, 8192), ("default", "reduce-overhead")
+# Enough that no lookup of a measurement repeats an earlier one.
+NUM_BATCHES = 48
 MULTIPLIERS = (23703573157769, 9876543210987, 1357913579135)
 
 
@@ -49,6 +54,13 @@ class NGrams(nn.Module):
         return ngram_ids(tokens[None], None, self.multipliers, self.sizes, self.offsets, real_text.EOS)[0]
 
 
+class Text(NamedTuple):
+    """Two streams of token ids that share no document."""
+
+    filling: Tensor
+    measuring: Tensor
+
+
 def check(rows: Tensor, ids: Tensor) -> None:
     if not torch.equal(rows.view(torch.int64)[..., 0], ids):
         raise AssertionError("a lookup returned other rows than those asked for")
@@ -59,7 +71,7 @@ def measure(step: Callable[[int], object], repeats: int = 30) -> float:
     for i in range(5):
         step(i)
     times = []
-    for i in range(repeats):
+    for i in range(5, 5 + repeats):
         torch.cuda.synchronize()
         start = time.perf_counter()
         step(i)
@@ -68,14 +80,14 @@ def measure(step: Callable[[int], object], repeats: int = 30) -> float:
     return statistics.median(times) * 1e6
 
 
-def draw(model: NGrams, tokens: int, count: int = 8) -> list[Tensor]:
-    return [torch.randint(0, model.table.num_embeddings, (tokens, HEADS), device="cuda") for _ in range(count)]
+def draw(model: NGrams, tokens: int) -> list[Tensor]:
+    return [torch.randint(0, model.table.num_embeddings, (tokens, HEADS), device="cuda") for _ in range(NUM_BATCHES)]
 
 
 def measure_rate(model: NGrams, tokens: int) -> dict:
     table, batches = model.table.weight, draw(model, tokens)
     check(lookup(table, batches[0]), batches[0])
-    microseconds = measure(lambda i: lookup(table, batches[i % 8]))
+    microseconds = measure(lambda i: lookup(table, batches[i]))
     return {"tokens": tokens, "us": microseconds, "million_rows_per_s": tokens * HEADS / microseconds}
 
 
@@ -100,50 +112,96 @@ def measure_neighbour(model: NGrams) -> dict:
         torch.cuda.synchronize()
         with torch.cuda.stream(side):
             for i in range(16):  # longer than the products take
-                lookup(table, batches[i % 8])
+                lookup(table, batches[i])
         beside.append(products())
         torch.cuda.synchronize()
     together = statistics.median(beside)
     return {"alone_us": alone, "beside_us": together, "slowdown_percent": 100 * (together / alone - 1)}
 
 
-def measure_layer(model: NGrams, gpu_table: Tensor | None, tokens: int) -> dict:
-    """A lookup behind a layer of real work that takes about as long as the lookup."""
-    table, batches = model.table.weight, draw(model, tokens)
-    weight = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
-    one_product = measure(lambda i: weight @ weight)
-    repeats = max(1, round(measure(lambda i: lookup(table, batches[i % 8])) / one_product))
+class Work(nn.Module):
+    """Products that take about as long as a lookup."""
 
-    def layer() -> None:
-        for _ in range(repeats):
-            weight @ weight
+    def __init__(self, microseconds: float):
+        super().__init__()
+        for size in (4096, 2048, 1024, 512):
+            weight = torch.randn(size, size, device="cuda", dtype=torch.bfloat16) / size**0.5
+            one = measure_product(weight)
+            if one < microseconds:
+                break
+        self.weight, self.repeats = nn.Parameter(weight, requires_grad=False), max(1, round(microseconds / one))
 
-    def on_cpu(i: int) -> Tensor:
-        layer()
-        return nn.functional.embedding(batches[i % 8].cpu(), table).cuda()
+    def forward(self, hidden: Tensor) -> Tensor:
+        for _ in range(self.repeats):
+            hidden = hidden @ self.weight
+        return hidden
 
-    def exposed(i: int, table: Tensor = table) -> Tensor:
-        layer()
-        return lookup(table, batches[i % 8])
 
-    def prefetched(i: int) -> Tensor:
-        flight = lookup_start(table, batches[i % 8])
-        layer()
-        return lookup_wait(flight, table, batches[i % 8])
+class Gather(nn.Module):
+    """A lookup as transformers writes it, wherever the table is; none without one."""
 
-    ways: dict[str, Callable[[int], Tensor]] = {
-        "host, CPU gather": on_cpu,
-        "host, UVA": exposed,
-        "host, UVA prefetched": prefetched,
-    }
+    def __init__(self, model: NGrams, table: nn.Embedding | None):
+        super().__init__()
+        self.model, self.table = model, table
+
+    def forward(self, hidden: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        if self.table is None:
+            return hidden, tokens + 1
+        ids = self.model.ids(tokens)
+        return hidden, self.table(ids.to(self.table.weight.device)).to(ids.device).flatten(-2)
+
+
+class Step(nn.Module):
+    def __init__(self, work: Work, gather: Gather):
+        super().__init__()
+        self.layers = nn.ModuleList([work, gather])
+
+    def forward(self, hidden: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        return self.layers[1](self.layers[0](hidden), tokens)
+
+
+def measure_product(weight: Tensor) -> float:
+    """Microseconds of one product on a device that is kept busy."""
+    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    for i in range(120):
+        if i == 20:
+            start.record()
+        weight @ weight
+    stop.record()
+    stop.synchronize()
+    return start.elapsed_time(stop) * 10
+
+
+@torch.no_grad()
+def measure_layer(model: NGrams, gpu_table: nn.Embedding | None, text: Text, tokens: int, mode: str) -> dict:
+    """One row of the layer table. The hot rows are 2 % of the table, filled on other text than they are measured on."""
+    batches = list(text.measuring[: NUM_BATCHES * tokens].split(tokens))
+    ids = [model.ids(batch) for batch in batches]
+    work = Work(measure(lambda i: lookup(model.table.weight, ids[i])))
+    hidden = torch.randn_like(work.weight)
+
+    def step_time(table: nn.Embedding | None, eager: bool = False, **options: Any) -> float:
+        torch._dynamo.reset()
+        step: Any = Step(work, Gather(model, table))
+        if not eager:
+            step = torch.compile(step, backend="ple", fullgraph=True, dynamic=False, options={"mode": mode, **options})
+        for i in range(3 if table is not None else 0):
+            check(step(hidden, batches[i])[1].view(tokens, HEADS, WIDTH), ids[i])
+        return measure(lambda i: step(hidden, batches[i]))
+
+    row: dict[str, Any] = {"tokens": tokens, "mode": mode, "layer alone": step_time(None)}
     if gpu_table is not None:
-        ways = {"table on GPU": lambda i: exposed(i, gpu_table), **ways}
-    for way in ways.values():
-        check(way(0), batches[0])
-    alone = measure(lambda i: layer())
-    times = {name: measure(way) for name, way in ways.items()}
-    hidden = (times["host, UVA"] - times["host, UVA prefetched"]) / (times["host, UVA"] - alone)
-    return {"tokens": tokens, "layer alone": alone, **times, "hidden_percent": 100 * hidden}
+        row["table on GPU"] = step_time(gpu_table)
+    row["host, CPU gather"] = step_time(model.table, eager=True)
+    row["host"] = step_time(model.table, prefetch_lookup=False)
+    row["host, prefetched"] = step_time(model.table, strict=True)
+    row["host, prefetched, hot rows"] = None
+    if tokens * HEADS >= hot_rows.MIN_IDS:
+        fill(model, text, share=2)
+        row["host, prefetched, hot rows"] = step_time(model.table, strict=True)
+        offload_tables(model)
+    row["lookup hidden %"] = 100 * (row["host"] - row["host, prefetched"]) / (row["host"] - row["layer alone"])
+    return row
 
 
 def measure_replays(table: Tensor, batches: list[Tensor]) -> float:
@@ -164,19 +222,24 @@ def measure_replays(table: Tensor, batches: list[Tensor]) -> float:
     return statistics.median(times) * 1e6
 
 
-def measure_hot_rows(model: NGrams, tokens_file: Path | None, shares: list[float]) -> list[dict]:
+def fill(model: NGrams, text: Text, share: float) -> hot_rows.HotRows:
+    """Give the table a cache of `share` percent of its bytes, and let it see the filling text."""
+    table = model.table.weight
+    offload_tables(model, gpu_cache_bytes=int(share / 100 * table.nbytes))
+    cache = hot_rows.cache_of(table, torch.device("cuda", torch.cuda.current_device()))
+    assert cache is not None
+    for part in text.filling.split(8192):
+        lookup(table, model.ids(part))
+    return cache
+
+
+def measure_hot_rows(model: NGrams, text: Text, shares: list[float]) -> list[dict]:
     """Fill on one text, measure on another: batches of 8,192 tokens."""
-    filling, measuring = (stream.cuda() for stream in real_text.load_tokens(tokens_file))
-    batches = [model.ids(part).contiguous() for part in measuring.split(8192)[:-1]]
+    batches = [model.ids(part).contiguous() for part in text.measuring.split(8192)[:-1]]
     table, results = model.table.weight, []
     plain = measure_replays(table, batches)
     for share in shares:
-        nbytes = int(share / 100 * table.nbytes)
-        offload_tables(model, gpu_cache_bytes=nbytes)
-        cache = hot_rows.cache_of(table, batches[0].device)
-        assert cache is not None
-        for part in filling.split(8192):
-            lookup(table, model.ids(part))
+        cache = fill(model, text, share)
         held = torch.stack([cache.holds(ids).float().mean(0) for ids in batches]).mean(0)
         cache.reset_counts()
         for ids in batches[: len(batches) // 2]:
@@ -211,8 +274,10 @@ def environment() -> dict:
 
 
 def markdown(rows: list[dict]) -> str:
-    cells = [[f"{value:.1f}" if isinstance(value, float) else str(value) for value in row.values()] for row in rows]
-    lines = [list(rows[0]), ["---"] * len(rows[0]), *cells]
+    def cell(value: object) -> str:
+        return "-" if value is None else f"{value:.1f}" if isinstance(value, float) else str(value)
+
+    lines = [list(rows[0]), ["---"] * len(rows[0]), *([cell(value) for value in row.values()] for row in rows)]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
@@ -226,27 +291,29 @@ def main() -> None:
     if not torch.cuda.is_available():
         raise SystemExit("host_table.py measures a GPU: no CUDA device found")
 
+    text = Text(*(stream.cuda() for stream in real_text.load_tokens(options.tokens)))
     model = NGrams(options.rows)
     started = time.perf_counter()
     offload_tables(model.cuda())
     pin_seconds = time.perf_counter() - started
-    free = torch.cuda.mem_get_info()[0]
-    fits = model.table.weight.nbytes < free - 8 * 2**30
-    gpu_table = model.table.weight.detach().to("cuda") if fits else None
+    weight = model.table.weight
+    gpu_table = None
+    if weight.nbytes < torch.cuda.mem_get_info()[0] - 16 * 2**30:
+        gpu_table = nn.Embedding(1, WIDTH, device="cuda", dtype=weight.dtype).requires_grad_(False)
+        gpu_table.weight.data = weight.detach().cuda()
     report: dict[str, Any] = {
         "environment": environment(),
-        "table_gib": model.table.weight.nbytes / 2**30,
-        "page_lock_seconds_per_gib": pin_seconds / (model.table.weight.nbytes / 2**30),
+        "table_gib": weight.nbytes / 2**30,
+        "page_lock_seconds_per_gib": pin_seconds / (weight.nbytes / 2**30),
         "rate": [measure_rate(model, tokens) for tokens in (*TOKENS, 32768)],
-        "neighbour": measure_neighbour(model),
-        "layer": [measure_layer(model, gpu_table, tokens) for tokens in TOKENS],
+        "neighbour": [measure_neighbour(model)],
+        "layer": [measure_layer(model, gpu_table, text, tokens, mode) for tokens in TOKENS for mode in MODES],
     }
     del gpu_table
-    report["hot_rows"] = measure_hot_rows(model, options.tokens, options.cache_percent)
+    report["hot_rows"] = measure_hot_rows(model, text, options.cache_percent)
     options.out.write_text(json.dumps(report, indent=2) + "\n")
-    for title, rows in (("rate", report["rate"]), ("layer", report["layer"]), ("hot rows", report["hot_rows"])):
-        print(f"\n### {title}\n\n{markdown(rows)}")
-    print("\n### neighbour\n\n" + markdown([report["neighbour"]]))
+    for title in ("rate", "neighbour", "layer", "hot_rows"):
+        print(f"\n### {title}\n\n{markdown(report[title])}")
 
 
 if __name__ == "__main__":

@@ -33,12 +33,13 @@ def compile_graph(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], confi
     users = upstream.custom_passes(patches.get(name, getattr(upstream.inductor_config, name)))
     training = torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in example_inputs)
     fuse = FusePass(config, training, users)
-    record = records.find(gm, example_inputs, str(fuse.uuid()))
-    fuse.nonce = record.nonce
-    patches[name] = fuse
     graph_break = upstream.graph_break(gm)
     inputs = list(example_inputs)
+    # Before the record is looked for: whether a table is page-locked decides what the graph is.
     tables = host_tables.take_over(gm, inputs, config)
+    record = records.find(gm, inputs, str(fuse.uuid()))
+    fuse.nonce = record.nonce
+    patches[name] = fuse
     compiled = upstream.compile_fx(gm, inputs, config_patches=patches)
     report = records.resolve(record, fuse)
     report.graph_break = graph_break

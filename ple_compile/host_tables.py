@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule
 
 from ple_compile import upstream
 from ple_compile.config import Config
@@ -30,7 +30,10 @@ _warned: set[str] = set()
 
 @dataclass
 class HostTable:
-    """One input of a compiled function that is a host table, and the view that stands for it."""
+    """One input of a compiled function that is a host table, and the view that stands for it.
+
+    The view does not own the memory: compiled code must not keep a table alive that its model has dropped.
+    """
 
     index: int
     device: torch.device
@@ -39,8 +42,13 @@ class HostTable:
 
     def current_view(self, table: Tensor) -> Tensor:
         """The CUDA view of `table`; raises ValueError when its memory is not page-locked (any more)."""
+        if not pinning.is_page_locked(table):
+            raise ValueError(
+                "a table that was page-locked when its model was compiled now lies in pageable memory (its .data was "
+                "replaced?); call ple_compile.offload_tables(model) again"
+            )
         if self.view is None or table.data_ptr() != self.address:
-            self.view, self.address = pinning.cuda_view(table, self.device), table.data_ptr()
+            self.view, self.address = pinning.cuda_view(table, self.device, owning=False), table.data_ptr()
         return self.view
 
 
@@ -55,17 +63,20 @@ def take_over(gm: GraphModule, example_inputs: list[Any], config: Config) -> lis
         lookups = _host_lookups(node, table)
         if not lookups or not _page_locked(node, table, config):
             continue
-        device = lookups[0][1].meta["example_value"].device
+        device = _traced(lookups[0][1]).device
         for embedding, ids in lookups:
             with gm.graph.inserting_before(embedding):
                 rows = gm.graph.call_function(lookup, (node, ids))
             rows.meta.update({k: v for k, v in embedding.meta.items() if k != "example_value"})
             embedding.replace_all_uses_with(rows)
+            moved = embedding.args[0]
             gm.graph.erase_node(embedding)
-        example_inputs[index] = upstream.fake_on(node.meta["example_value"], device)
+            if moved is not ids and not moved.users:
+                gm.graph.erase_node(moved)
+        example_inputs[index] = upstream.fake_on(_traced(node), device)
         found.append(HostTable(index, device))
     if found:
-        gm.graph.eliminate_dead_code()
+        # No dead-code elimination: this graph still writes in place, and nobody reads what such a call returns.
         gm.recompile()
     return found
 
@@ -78,37 +89,59 @@ def views(tables: Sequence[HostTable], args: tuple) -> tuple:
     return tuple(replaced)
 
 
-def _host_lookups(node: Node, table: Any) -> list[tuple[Node, Node]]:
-    """(embedding, ids on the device) for each reader of a CPU table, if all of them look rows up for a GPU.
-
-    Where there is no GPU, a page-locked table counts as one that a GPU would read.
-    """
-    if not isinstance(table, Tensor) or table.device.type != "cpu" or table.dim() != 2:
+def _host_lookups(node: Any, table: Any) -> list[tuple[Any, Any]]:
+    """(embedding, ids on the device) for each reader of a CPU table, if all of them look rows up for a GPU."""
+    if not isinstance(table, Tensor) or table.device.type != "cpu" or table.dim() != 2 or not pinning.available():
         return []
     if table.requires_grad and torch.is_grad_enabled():
         return []
-    found = []
+    gpu, found = pinning.current_device().type, []
     for user in node.users:
-        if user.target is not torch.nn.functional.embedding or user.args[:2][-1] is not node:
+        if user.target is not torch.nn.functional.embedding or user.args[1:2] != (node,):
             return []
-        if any(user.kwargs.get(name) for name in ("max_norm", "sparse", "scale_grad_by_freq")):
+        if _max_norm(user) is not None:  # writes to the table
             return []
         ids = _before_moving_to_host(user.args[0])
-        if ids.meta["example_value"].device.type != "cuda" and not pinning.is_page_locked(table):
+        if _traced(ids).device.type != gpu or _meets_host_tensors(user, gpu):
             return []
         found.append((user, ids))
     return found
 
 
-def _before_moving_to_host(ids: Node) -> Node:
+def _before_moving_to_host(ids: Any) -> Any:
     """`x` behind `x.to("cpu")` or `x.cpu()`."""
     moves = ids.op == "call_method" and ids.target in ("to", "cpu")
-    if moves and ids.args[0].meta["example_value"].dtype == ids.meta["example_value"].dtype:
+    if moves and _traced(ids.args[0]).dtype == _traced(ids).dtype:
         return ids.args[0]
     return ids
 
 
-def _page_locked(node: Node, table: Tensor, config: Config) -> bool:
+def _max_norm(embedding: Any) -> object:
+    return embedding.args[3] if len(embedding.args) > 3 else embedding.kwargs.get("max_norm")
+
+
+def _meets_host_tensors(rows: Any, gpu: str) -> bool:
+    """Whether the rows are combined with another host tensor (a scale, say) before they move to the GPU."""
+    reached, stack = {rows}, list(rows.users)
+    while stack:
+        node = stack.pop()
+        if node in reached or not isinstance(node.meta.get("example_value"), Tensor):
+            continue
+        if _traced(node).device.type == gpu:
+            continue
+        reached.add(node)
+        others = (n.meta.get("example_value") for n in node.all_input_nodes if n not in reached)
+        if any(isinstance(other, Tensor) and other.dim() > 0 for other in others):
+            return True
+        stack += node.users
+    return False
+
+
+def _traced(node: Any) -> Any:
+    return node.meta["example_value"]
+
+
+def _page_locked(node: Any, table: Tensor, config: Config) -> bool:
     if pinning.is_page_locked(table):
         return True
     name = node.name

@@ -19,6 +19,7 @@ from torch._inductor import list_mode_options
 from torch._inductor.codecache import sha256_hash
 from torch._inductor.compile_fx import compile_fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch._inductor.fx_passes.control_dependencies import preserve_node_ordering
 from torch._inductor.pattern_matcher import stable_topological_sort
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch._logging import trace_structured
@@ -46,6 +47,7 @@ __all__ = [
     "inductor_config",
     "list_mode_options",
     "no_dispatch_modes",
+    "preserve_node_ordering",
     "raise_recompile_limit",
     "reset_recompile_limit",
     "sha256_hash",

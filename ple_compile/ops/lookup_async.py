@@ -9,10 +9,12 @@ a Python attribute, so the wait can hand over that very buffer, without a copy a
 graph-visible input. Its data dependence states the order. Nothing is shared between two flights.
 
 Memory and streams: the buffer is allocated on the caller's stream before the fork and released on it after the join.
-`table` and `ids` are arguments of the wait too, so no compiler frees or reuses their memory while the side stream
-reads it. Each caller's stream has its own side stream, so a CUDA-graph capture forks and joins inside itself. A
-flight that is dropped without its wait joins when it is dropped. A wait whose flight arrives without its buffer (it
-was waited for before, or crossed from one CUDA graph to another) fetches the rows itself.
+The side stream reads a copy of the ids: Inductor may give start and wait a buffer each with the same ids, and then
+reuses the start's while the transfer runs. Each caller's stream has its own side stream, so a CUDA-graph capture forks
+and joins inside itself: start and wait belong into one capture. A wait on another stream than its start's hands over a
+copy, since that stream may allocate from the pool of a CUDA graph (Inductor's warm-up does). A flight that is dropped
+without its wait joins when it is dropped. A wait whose flight arrives without its buffer (it was waited for before)
+fetches the rows itself.
 
 The CPU does the whole lookup in the start.
 """
@@ -33,18 +35,20 @@ class _Transfer:
     """Rows that a side stream is writing, and what it reads meanwhile."""
 
     rows: Tensor
-    inputs: tuple[Tensor, Tensor]
+    inputs: tuple[Tensor, Tensor]  # kept until the join
     main: torch.cuda.Stream
     done: torch.cuda.Event
+    captured: bool
     joined: bool = False
 
     def join(self) -> Tensor:
         current = torch.cuda.current_stream(self.rows.device)
         current.wait_event(self.done)
-        if current != self.main:
-            self.rows.record_stream(current)
         self.joined = True
-        return self.rows
+        if current == self.main:
+            return self.rows
+        self.rows.record_stream(current)
+        return self.rows.clone()
 
     def __del__(self) -> None:
         if not self.joined:
@@ -64,20 +68,29 @@ def wait_on_cpu(flight: Tensor, table: Tensor, ids: Tensor) -> Tensor:
 
 def start_on_cuda(table: Tensor, ids: Tensor) -> Tensor:
     lookup.check_arguments(table, ids)
-    rows, contiguous_ids = lookup.empty_rows(table, ids), ids.contiguous()
+    rows, own_ids = lookup.empty_rows(table, ids), ids.clone(memory_format=torch.contiguous_format)
     flight = torch.empty(1, dtype=torch.uint8, device=ids.device)
     main = torch.cuda.current_stream(ids.device)
     side = _side_stream(main)
     side.wait_stream(main)
     with torch.cuda.stream(side):
-        lookup.gather_into(rows, table, contiguous_ids)
-    flight.__dict__["transfer"] = _Transfer(rows, (table, contiguous_ids), main, side.record_event())
+        lookup.gather_into(rows, table, own_ids)
+    captured = torch.cuda.is_current_stream_capturing()
+    flight.__dict__["transfer"] = _Transfer(rows, (table, own_ids), main, side.record_event(), captured)
     return flight
 
 
 def wait_on_cuda(flight: Tensor, table: Tensor, ids: Tensor) -> Tensor:
-    transfer = flight.__dict__.pop("transfer", None)
-    return lookup.launch(table, ids) if transfer is None else transfer.join()
+    transfer = flight.__dict__.get("transfer")
+    if transfer is None:
+        return lookup.launch(table, ids)
+    if torch.cuda.is_current_stream_capturing() and not transfer.captured:
+        raise RuntimeError(
+            "lookup_wait: the lookup was started outside the CUDA graph that is being captured, so replays would miss "
+            "it; capture its start too (Inductor does when the table is its CUDA view rather than a CPU tensor)"
+        )
+    del flight.__dict__["transfer"]
+    return transfer.join()
 
 
 def _side_stream(main: torch.cuda.Stream) -> torch.cuda.Stream:

@@ -1,28 +1,37 @@
 """Page-locking host memory where it lies, so that the GPU can read it over the bus.
 
-`page_lock` registers a tensor's whole storage with the CUDA driver, in chunks (one call takes about 0.1 s per GB, and
-large single calls hit driver limits); the registration ends when the storage dies. Nothing is copied or moved. Memory
-shared between processes can be page-locked by each of them. All access to the CUDA runtime is in this file.
+`page_lock` registers a tensor's whole storage with the CUDA driver (about 0.1 s per GB; memory that was never touched
+takes its page faults besides); the registration ends when the storage dies. Nothing is copied or moved. Memory shared
+between processes can be page-locked by each of them. All access to the CUDA runtime is in this file.
+
+One call registers the whole storage wherever that is possible: a copy between host and device that spans two
+registrations is an invalid argument to CUDA. Kernels do not care.
 """
 
+import contextlib
 import logging
 import os
 import resource
 import sys
+import threading
 import time
 import weakref
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 log = logging.getLogger(__name__)
 
-_CHUNK_BYTES = 4 * 2**30
+# Half of the 512 GiB at which drivers (r580) refuse a single call.
+_CALL_BYTES = 256 * 2**30
 _PAGE_BYTES = 4096
 _PORTABLE = 1  # cudaHostRegisterPortable: valid in every CUDA context of this process
 
 # Address -> bytes of every storage that this module keeps page-locked.
 _LOCKED: dict[int, int] = {}
+# The same of memory that someone else page-locked and that has a view.
+_VIEWED: dict[int, int] = {}
 
 
 def available() -> bool:
@@ -34,12 +43,17 @@ def current_device() -> torch.device:
 
 
 def is_page_locked(tensor: Tensor) -> bool:
-    return tensor.untyped_storage().data_ptr() in _LOCKED or tensor.is_pinned()
+    return _inside(tensor, _LOCKED) or tensor.is_pinned()
 
 
 def is_host_memory(tensor: Tensor) -> bool:
-    """True for host tensors and for CUDA views of host memory that `page_lock` locked."""
-    return tensor.device.type == "cpu" or tensor.untyped_storage().data_ptr() in _LOCKED
+    """True for host tensors and for CUDA views of host memory."""
+    return tensor.device.type == "cpu" or _inside(tensor, _LOCKED) or _inside(tensor, _VIEWED)
+
+
+def _inside(tensor: Tensor, ranges: dict[int, int]) -> bool:
+    address = tensor.data_ptr()
+    return any(begin <= address < begin + nbytes for begin, nbytes in ranges.items())
 
 
 def page_lock(tensor: Tensor, name: str = "table") -> None:
@@ -48,39 +62,46 @@ def page_lock(tensor: Tensor, name: str = "table") -> None:
     address, total = storage.data_ptr(), storage.nbytes()
     if total == 0 or is_page_locked(tensor):
         return
-    log.info("page-locking %s: %.2f GiB, about %.0f s", name, total / 2**30, total / 1e9 * 0.1)
+    log.info("page-locking %s: %.2f GiB, about %.0f s", name, total / 2**30, _expected_seconds(total))
     started = time.perf_counter()
     locked: list[int] = []
-    for begin, end in _chunks(address, total):
-        status = _host_register(begin, end - begin)
-        if status != 0:
-            _unregister(locked)
-            _clear_cuda_error()
-            raise ValueError(_refusal(name, begin - address, total, status))
-        locked.append(begin)
-        _show_progress(name, end - address, total)
+    with _shown(name, total):
+        for begin, end in _ranges(address, total):
+            status = _host_register(begin, end - begin)
+            if status != 0:
+                _unregister(locked)
+                _clear_cuda_error()
+                raise ValueError(_refusal(name, begin - address, total, status))
+            locked.append(begin)
     _LOCKED[address] = total
     finalizer = weakref.finalize(storage, _release, address, locked, os.getpid())
     finalizer.atexit = False  # the driver releases everything when the process ends
     log.info("page-locked %s in %.1f s", name, time.perf_counter() - started)
 
 
-def cuda_view(tensor: Tensor, device: torch.device | str = "cuda") -> Tensor:
-    """The page-locked tensor as a CUDA tensor on the same memory; keeps the host tensor alive."""
+def cuda_view(tensor: Tensor, device: torch.device | str = "cuda", owning: bool = True) -> Tensor:
+    """The page-locked tensor as a CUDA tensor on the same memory.
+
+    An owning view keeps the host memory alive; the user of another one does, and checks that it is still page-locked.
+    """
     if not is_page_locked(tensor):
         raise ValueError("cuda_view: the tensor lies in pageable memory; page-lock it first")
     if tensor.numel() == 0:
         return tensor.detach().to(device)
-    return torch.as_tensor(_HostBytes(tensor), device=device).view(tensor.dtype).view(tensor.shape)
+    storage = tensor.untyped_storage()
+    if not _inside(tensor, _LOCKED) and storage.data_ptr() not in _VIEWED:
+        _VIEWED[storage.data_ptr()] = storage.nbytes()
+        weakref.finalize(storage, _VIEWED.pop, storage.data_ptr()).atexit = False
+    return torch.as_tensor(_HostBytes(tensor, owning), device=device).view(tensor.dtype).view(tensor.shape)
 
 
 class _HostBytes:
     """The bytes of a contiguous host tensor for `__cuda_array_interface__`, which knows neither bfloat16 nor float8."""
 
-    def __init__(self, tensor: Tensor):
+    def __init__(self, tensor: Tensor, owning: bool):
         if not tensor.is_contiguous():
             raise ValueError(f"cuda_view: strides {tensor.stride()} are not those of a contiguous tensor")
-        self._tensor = tensor.detach()
+        self._tensor = tensor.detach() if owning else None
         self.__cuda_array_interface__ = {
             "shape": (tensor.nbytes,),
             "typestr": "|u1",
@@ -89,34 +110,56 @@ class _HostBytes:
         }
 
 
-def _chunks(address: int, total: int) -> list[tuple[int, int]]:
-    """Address ranges that cover the storage; they meet at page borders, since a page can be registered once."""
+def _ranges(address: int, total: int) -> list[tuple[int, int]]:
+    """What each call registers; ranges meet at page borders, since a page can be registered once."""
     begin, end, ranges = address, address + total, []
     while begin < end:
-        border = (begin + _CHUNK_BYTES) // _PAGE_BYTES * _PAGE_BYTES
+        border = (begin + _CALL_BYTES) // _PAGE_BYTES * _PAGE_BYTES
         ranges.append((begin, min(border, end)))
         begin = border
     return ranges
 
 
-def _release(address: int, chunks: list[int], owner: int) -> None:
+def _release(address: int, begins: list[int], owner: int) -> None:
     del _LOCKED[address]
     if os.getpid() == owner:  # a forked child has the object, not the registration
         _synchronize()  # kernels in flight may still read the memory
-        _unregister(chunks)
+        _unregister(begins)
 
 
-def _unregister(chunks: list[int]) -> None:
-    for begin in reversed(chunks):
+def _unregister(begins: list[int]) -> None:
+    for begin in reversed(begins):
         _host_unregister(begin)
 
 
-def _show_progress(name: str, done: int, total: int) -> None:
-    if sys.stderr.isatty():
-        filled = 30 * done // total
-        end = "\n" if done == total else ""
-        sys.stderr.write(f"\r{name} [{'#' * filled}{'.' * (30 - filled)}] {done / 2**30:.1f} GiB{end}")
-        sys.stderr.flush()
+@contextlib.contextmanager
+def _shown(name: str, total: int) -> Iterator[None]:
+    """On a terminal, the time that page-locking takes against the time expected: one call, which tells nothing else."""
+    if not sys.stderr.isatty():
+        yield
+        return
+    finished, started = threading.Event(), time.perf_counter()
+
+    def show() -> None:
+        while not finished.wait(0.5):
+            seconds = time.perf_counter() - started
+            filled = min(29, int(30 * seconds / _expected_seconds(total)))
+            bar = "#" * filled + "." * (30 - filled)
+            sys.stderr.write(f"\rpage-locking {name} ({total / 2**30:.1f} GiB) [{bar}] {seconds:.0f} s")
+            sys.stderr.flush()
+
+    thread = threading.Thread(target=show, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        finished.set()
+        thread.join()
+        sys.stderr.write("\n")
+
+
+def _expected_seconds(total: int) -> float:
+    return total / 1e9 * 0.1
 
 
 def _refusal(name: str, done: int, total: int, status: int) -> str:

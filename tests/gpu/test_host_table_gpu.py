@@ -69,18 +69,28 @@ def test_memory_can_be_locked_again_after_its_tensor_died():
         del host
 
 
-def test_chunks_are_one_memory_for_kernels_and_copies(monkeypatch):
-    monkeypatch.setattr(pinning, "_CHUNK_BYTES", 2**20)
-    table = torch.randint(0, 255, (40_000, 320), dtype=torch.uint8)
+def test_a_table_is_one_memory_for_kernels_and_copies():
+    """5 GiB, in one registration: a copy that spans two is an invalid argument."""
+    table = torch.zeros(5 * 2**30 // 320, 320, dtype=torch.uint8)
     pinning.page_lock(table)
-    ids = draw_ids(20_000, rows=40_000)
+    table[-1], table[2**32 // 320] = 3, 5
+    ids = torch.tensor([0, 2**32 // 320, len(table) - 1], device="cuda")
     assert_rows(torch.ops.ple.lookup(table, ids), table, ids)
-    assert torch.equal(table.to("cuda").cpu(), table)
-    assert torch.equal(pinning.cuda_view(table).cpu(), table)
-    device_copy = table.to("cuda")
-    table.zero_()
-    table.copy_(device_copy)
-    assert torch.equal(table, device_copy.cpu())
+    on_device = table.to("cuda")
+    assert on_device[ids].eq(torch.tensor([[0], [5], [3]], device="cuda")).all()
+    table.copy_(on_device + 1)
+    assert_rows(torch.ops.ple.lookup(table, ids), table, ids)
+    assert table[-1].eq(4).all()
+
+
+def test_views_of_parts_and_of_memory_that_torch_pinned():
+    """They count as host memory, so a bounded grid reads them."""
+    host = torch.randint(0, 255, (1000, 8), dtype=torch.uint8)
+    pinning.page_lock(host)
+    for table in (host[100:], host.clone().pin_memory(), host.clone().pin_memory()[100:]):
+        view = pinning.cuda_view(table)
+        assert pinning.is_host_memory(view) and not pinning.is_host_memory(table.cuda())
+        assert torch.equal(view.cpu(), table)
 
 
 def test_a_refused_registration_leaves_no_error_behind():
@@ -252,14 +262,10 @@ def test_no_host_synchronisation(model):
 
 
 @pytest.mark.parametrize("mode", [None, "reduce-overhead"])
-@pytest.mark.parametrize("view", [False, True])
-def test_compiled(model, mode, view):
-    """With the host parameter itself in the graph, and with its CUDA view marked as a static address."""
-    table = model.table.weight
-    host = table.detach().cuda()
-    if view:
-        table = pinning.cuda_view(table.detach())
-        torch._dynamo.mark_static_address(table)
+def test_compiled(model, mode):
+    """With the table's CUDA view in the graph, marked as a static address, as the backend does it."""
+    host, table = model.table.weight.detach().cuda(), pinning.cuda_view(model.table.weight.detach())
+    torch._dynamo.mark_static_address(table)
     torch._dynamo.reset()
 
     @torch.compile(mode=mode, fullgraph=True)
@@ -273,6 +279,29 @@ def test_compiled(model, mode, view):
         torch.compiler.cudagraph_mark_step_begin()
         rows, _ = layer(ids, hidden)
         assert torch.equal(rows, host[ids] * 2)
+
+
+def test_a_wait_on_another_stream_hands_over_memory_of_that_stream(model):
+    """Inductor splits a graph with the host tensor itself before the start, so the wait runs under another pool."""
+    table, ids = model.table.weight, draw_ids(64, 16)
+    flight = torch.ops.ple.lookup_start(table, ids)
+    started = flight.__dict__["transfer"].rows
+    other = torch.cuda.Stream()
+    with torch.cuda.stream(other):
+        rows = torch.ops.ple.lookup_wait(flight, table, ids)
+    other.synchronize()
+    assert rows.data_ptr() != started.data_ptr()
+    assert_rows(rows, table, ids)
+
+
+def test_a_start_outside_a_captured_graph_is_refused(model):
+    table, ids = model.table.weight, draw_ids(64, 16)
+    flight = torch.ops.ple.lookup_start(table, ids)
+    graph = torch.cuda.CUDAGraph()
+    with pytest.raises(RuntimeError, match="started outside the CUDA graph"), torch.cuda.graph(graph):
+        torch.ops.ple.lookup_wait(flight, table, ids)
+    torch.cuda.synchronize()
+    assert_rows(torch.ops.ple.lookup(table, ids), table, ids)
 
 
 def zipf_ids(tokens, seed):
@@ -352,9 +381,9 @@ def test_hot_rows_follow_an_update_and_need_no_host_synchronisation():
 def test_hot_rows_use_the_memory_they_were_given():
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
-    module, _ = hot_model(50_000_000)
+    module, cache = hot_model(50_000_000)
     used = torch.cuda.memory_allocated() - before
     assert 49_000_000 < used < 51_000_000
-    del module
+    del module, cache
     gc.collect()
     assert torch.cuda.memory_allocated() - before < 1_000_000

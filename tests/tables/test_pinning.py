@@ -2,6 +2,7 @@
 
 import gc
 import resource
+import time
 
 import pytest
 import torch
@@ -37,8 +38,15 @@ def test_swapping_data_releases_the_old_memory(driver):
     assert not driver.locked and not pinning.is_page_locked(parameter)
 
 
-def test_chunks_cover_everything_and_meet_at_page_borders(driver, monkeypatch):
-    monkeypatch.setattr(pinning, "_CHUNK_BYTES", 8192)
+def test_one_call_for_one_table(driver):
+    """Copies that span two registrations fail."""
+    tensor = torch.empty(2**26, dtype=torch.uint8)
+    pinning.page_lock(tensor)
+    assert driver.locked == {tensor.data_ptr(): tensor.nbytes}
+
+
+def test_calls_that_would_be_too_large_are_split_at_page_borders(driver, monkeypatch):
+    monkeypatch.setattr(pinning, "_CALL_BYTES", 8192)
     tensor = torch.empty(50_001, dtype=torch.uint8)
     pinning.page_lock(tensor)
     assert driver.covers(tensor) and len(driver.locked) > 5
@@ -51,7 +59,7 @@ def test_chunks_cover_everything_and_meet_at_page_borders(driver, monkeypatch):
 
 
 def test_a_refusal_says_what_to_raise_and_undoes_what_was_done(driver, monkeypatch):
-    monkeypatch.setattr(pinning, "_CHUNK_BYTES", 8192)
+    monkeypatch.setattr(pinning, "_CALL_BYTES", 8192)
     monkeypatch.setattr(resource, "getrlimit", lambda which: (2**23, 2**23))
     driver.refuse_after = 30_000
     tensor = torch.empty(50_001, dtype=torch.uint8)
@@ -73,6 +81,24 @@ def test_an_empty_tensor_needs_no_lock(driver):
 def test_no_view_of_pageable_memory():
     with pytest.raises(ValueError, match="pageable"):
         pinning.cuda_view(torch.randn(4, 4))
+
+
+def test_a_view_of_a_part_is_host_memory_too(driver):
+    """Such a view has a storage of its own, which begins inside the registered one."""
+    tensor = torch.randn(100, 8)
+    pinning.page_lock(tensor)
+    part = torch.frombuffer(tensor.numpy().data, dtype=torch.float32)[80:]
+    alias = torch.frombuffer(part.numpy().data, dtype=torch.float32)
+    assert alias.untyped_storage().data_ptr() != tensor.data_ptr()
+    assert pinning.is_page_locked(alias) and not pinning.is_page_locked(torch.randn(4))
+
+
+def test_a_terminal_shows_the_time_against_the_time_expected(driver, monkeypatch, capsys):
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    register = driver.register
+    monkeypatch.setattr(pinning, "_host_register", lambda *args: time.sleep(0.7) or register(*args))
+    pinning.page_lock(torch.randn(4, 4), "model.table")
+    assert "page-locking model.table (0.0 GiB) [#" in capsys.readouterr().err
 
 
 def test_progress_is_logged(driver, caplog):
