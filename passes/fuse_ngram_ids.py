@@ -9,32 +9,59 @@ Matches:
 Becomes:
     ids = ple.ngram_ids(tokens, context, multipliers, sizes, offsets, eos)
 
-A mask's `where` on the tokens stays outside: the cut nearest the embedding that works is taken. Declines when a role
-has no single candidate, when something inside is read elsewhere, or when the probe differs at every cut.
+And, for requests laid end to end (tokens [T], ids [T, heads]):
+    request = aten.searchsorted(query_start_loc[1:], iota)    # any spelling
+    shifted = aten.where(place >= shift, tokens[iota - shift], context[request, ...])
+Becomes:
+    ids = ple.packed_ngram_ids(tokens, query_start_loc, context, multipliers, sizes, offsets, eos)
+
+A mask's `where` on the tokens stays outside: the cut nearest the embedding that works is taken. With `debug` the
+context of packed requests goes through ple.checked_context first. Declines when a role has no single candidate, when
+something inside is read elsewhere, or when the probe differs at every cut.
 """
 
-from torch.fx import Graph
+from torch.fx import Graph, Node
 
+from ple_compile.matching import packed_ids
 from ple_compile.matching.gate import Declined
-from ple_compile.matching.graph import cone, erase_unused, insert
+from ple_compile.matching.graph import cone, erase_unused, insert, value
 from ple_compile.matching.ngram_ids import find_embeddings, match
+from ple_compile.ops.checked_context import checked_context
 from ple_compile.ops.ngram_ids import ngram_ids
+from ple_compile.ops.packed_ngram_ids import packed_ngram_ids
 from ple_compile.report import GraphReport
 
 
-def fuse_ngram_ids(graph: Graph, report: GraphReport) -> int:
+def fuse_ngram_ids(graph: Graph, report: GraphReport, *, debug: bool = False) -> int:
     """Rewrite the ids of every hashed lookup; returns how many."""
     count = 0
     for node, ids in find_embeddings(graph):
         try:
-            found = match(ids)
+            if value(ids).dim() == 2:
+                inside, fused = _fuse_packed(graph, ids, debug)
+            else:
+                inside, fused = _fuse(graph, ids)
         except Declined as reason:
             report.declined("fuse_ngram_ids", node, str(reason))
             continue
-        inside = cone([ids], {found.tokens})
-        fused = insert(graph, ids, ngram_ids, (found.tokens, found.context, *found.tables, found.eos))
         report.matched("fuse_ngram_ids", node)
         ids.replace_all_uses_with(fused)
         erase_unused(inside)
         count += 1
     return count
+
+
+def _fuse(graph: Graph, ids: Node) -> tuple[list[Node], Node]:
+    """(what is replaced, the op)"""
+    found = match(ids)
+    args = (found.tokens, found.context, *found.tables, found.eos)
+    return cone([ids], {found.tokens}), insert(graph, ids, ngram_ids, args)
+
+
+def _fuse_packed(graph: Graph, ids: Node, debug: bool) -> tuple[list[Node], Node]:
+    found = packed_ids.match(ids)
+    inside = cone([ids], set(found.leaves))
+    tokens, starts, context, *tables = found.leaves
+    if debug:
+        context = insert(graph, ids, checked_context, (context,))
+    return inside, insert(graph, ids, packed_ngram_ids, (tokens, starts, context, *tables, found.eos))

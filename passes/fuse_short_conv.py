@@ -9,6 +9,14 @@ Matches:
 Becomes:
     y = ple.short_conv(x, weight, state, dilation)
 
+And, for requests laid end to end whose states lie in a pool [slots, C, W] (x [T, C]; any spelling):
+    past = aten.index(pool, [slot, None, column])             # for each older tap
+    tap = aten.where(place >= lag, aten.index(x, [token - lag]), aten.where(has_initial_state, past, 0))
+    y = aten.where(slot != 0, silu(x * weight[:, 0, -1] + tap * weight[:, 0, ...] + ...), 0)
+    aten.copy_(pool, aten.index_put(pool, [state_indices], ...))
+Becomes:
+    y = ple.packed_short_conv(x, weight, pool, query_start_loc, state_indices, has_initial_state, accepted, dilation)
+
 The cache update, which reads `cat` too, stays. Declines when the convolution has a bias or a stride, when its input is
 not one sequence and at most one state, when something inside is read elsewhere, or when the probe differs.
 """
@@ -17,7 +25,9 @@ from torch.fx import Graph
 
 from ple_compile.matching.gate import Declined
 from ple_compile.matching.graph import aten, cone, erase_unused, insert
+from ple_compile.matching.packed_conv import find_packed_convs
 from ple_compile.matching.short_conv import find_short_convs, verify
+from ple_compile.ops.packed_short_conv import packed_short_conv
 from ple_compile.ops.short_conv import short_conv
 from ple_compile.report import GraphReport
 
@@ -38,6 +48,22 @@ def fuse_short_conv(graph: Graph, report: GraphReport) -> int:
         if conv.transposed:
             fused = insert(graph, conv.activated, aten.permute.default, (fused, [0, 2, 1]))
         report.matched("fuse_short_conv", node)
+        conv.activated.replace_all_uses_with(fused)
+        erase_unused(inside)
+        count += 1
+    return count + _fuse_packed(graph, report)
+
+
+def _fuse_packed(graph: Graph, report: GraphReport) -> int:
+    count = 0
+    for node, conv in find_packed_convs(graph):
+        if isinstance(conv, Declined):
+            report.declined("fuse_short_conv", node, str(conv))
+            continue
+        inside = cone([conv.activated], set(conv.leaves))
+        args = (conv.state.x, conv.weight, conv.state.pool, *conv.state.requests, conv.dilation)
+        fused = insert(graph, conv.activated, packed_short_conv, args)
+        report.matched("fuse_short_conv", conv.activated)
         conv.activated.replace_all_uses_with(fused)
         erase_unused(inside)
         count += 1

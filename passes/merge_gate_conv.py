@@ -11,6 +11,13 @@ Becomes:
     out, new_state = ple.gate_conv_update(...)                # or, where the new state overwrites the old,
     out = ple.gate_conv_update_(..., state)
 
+And, for requests laid end to end whose states lie in a pool:
+    y = ple.packed_short_conv(normed, conv_weight, pool, query_start_loc, ...)
+    columns = history and tokens of normed at `boundaries`    # where the model exports states
+    aten.copy_(pool, aten.index_put(pool, [state_indices], newest columns of normed))
+Becomes:
+    out, columns = ple.packed_gate_conv_(..., pool, query_start_loc, ..., boundaries, ...)
+
 Neither `gated` nor `normed` is then written to memory. Declines when someone else reads either of them.
 """
 
@@ -20,10 +27,13 @@ from dataclasses import dataclass
 from torch.fx import Graph, Node
 
 from ple_compile.matching.gate import Declined
-from ple_compile.matching.graph import aten, calls, cone, dims, erase_unused, insert, size_node, value
+from ple_compile.matching.graph import aten, calls, cone, depends_on, dims, erase_unused, insert, size_node, value
+from ple_compile.matching.packed_conv import PackedConv, find_export, find_pool, verify_update
 from ple_compile.matching.short_conv import ShortConv, find_state_writes
 from ple_compile.ops.gate import gate as gate_op
 from ple_compile.ops.gate_conv import gate_conv, gate_conv_update, gate_conv_update_
+from ple_compile.ops.packed_gate_conv import packed_gate_conv_
+from ple_compile.ops.packed_short_conv import packed_short_conv
 from ple_compile.ops.short_conv import short_conv
 from ple_compile.report import GraphReport
 
@@ -39,29 +49,49 @@ class GateConv:
     add_hidden: bool
 
 
+@dataclass(frozen=True)
+class PackedGateConv:
+    """The same over requests laid end to end: `conv` updates its pool, `exported` holds columns at `boundaries`."""
+
+    gate: Node
+    conv: PackedConv
+    root: Node
+    exported: Node | None
+    boundaries: Node | None
+    add_hidden: bool
+
+
 def merge_gate_conv(graph: Graph, report: GraphReport) -> int:
     """Merge every gate with the short convolution that it feeds; returns how many."""
     count = 0
-    for conv in graph.find_nodes(op="call_function", target=short_conv):
+    convs = [n for op in (short_conv, packed_short_conv) for n in graph.find_nodes(op="call_function", target=op)]
+    for conv in convs:
         normed = conv.args[0]
         if not (calls(normed, {operator.getitem}) and calls(normed.args[0], {gate_op})):
             continue
         try:
-            found = _find(normed.args[0], conv)
+            if calls(conv, {packed_short_conv}):
+                _replace_packed(graph, _find_packed(normed.args[0], conv))
+            else:
+                _replace(graph, _find(normed.args[0], conv))
         except Declined as reason:
             report.declined("merge_gate_conv", conv, str(reason))
             continue
-        _replace(graph, found)
         report.matched("merge_gate_conv", conv)
         count += 1
     return count
 
 
-def _find(gate: Node, conv: Node) -> GateConv:
+def _outputs(gate: Node) -> tuple[Node, Node]:
+    """(gated, normed)"""
     outputs = {user.args[1]: user for user in gate.users}
     if len(outputs) != len(gate.users) or set(outputs) != {0, 1}:
         raise Declined("an output of the gate is read more than once")
-    gated, normed = outputs[0], outputs[1]
+    return outputs[0], outputs[1]
+
+
+def _find(gate: Node, conv: Node) -> GateConv:
+    gated, normed = _outputs(gate)
     x, weight, state, dilation = conv.args
     shape = ShortConv(conv, x, weight, state, dilation, conv, transposed=False)
     writes, reader = find_state_writes(shape)
@@ -71,10 +101,43 @@ def _find(gate: Node, conv: Node) -> GateConv:
         raise Declined(f"the state is {value(state).dtype}, the normed value {value(normed).dtype}")
     if len(writes) > 1 or any(value(w).dtype != value(normed).dtype for w in writes):
         raise Declined("the normed value goes into several states, or into one of another type")
+    root, add_hidden = _root(gate, gated, conv)
+    return GateConv(gate, conv, root, writes, add_hidden)
+
+
+def _find_packed(gate: Node, conv: Node) -> PackedGateConv:
+    gated, normed = _outputs(gate)
+    _, weight, pool, *requests, dilation = conv.args
+    copies = [u for u in pool.users if calls(u, {aten.copy_.default}) and u.args[0] is pool]
+    state = find_pool(copies[0]) if len(copies) == 1 else None
+    if state is None or state.x is not normed or list(state.requests) != requests:
+        raise Declined(f"the pool {pool.name} is not updated with the columns that the convolution reads")
+    if gate.args[6] is not None:
+        raise Declined("a mask lies over the gate")
+    if list(state.new.users) != [state.copy]:
+        raise Declined("the updated pool is read in the graph")
+    found = PackedConv(state, weight, dilation, conv)
+    verify_update(found)
+
+    inside = {conv, state.copy, *cone([state.new], {pool, normed})}
+    others = sorted({u for n in (normed, pool) for u in n.users} - inside)
+    exported, boundaries = find_export(found, others) if others else (None, None)
+    if exported is not None:
+        inside |= set(cone([exported], {pool, normed}))
+    interior = depends_on(sorted(inside), {pool, normed}) - {conv, exported}
+    readers = [u for n in (normed, pool, *sorted(interior)) for u in n.users if u not in inside]
+    if readers:
+        raise Declined(f"the normed value or the pool is read by {readers[0].name}")
+    root, add_hidden = _root(gate, gated, conv)
+    return PackedGateConv(gate, found, root, exported, boundaries, add_hidden)
+
+
+def _root(gate: Node, gated: Node, conv: Node) -> tuple[Node, bool]:
+    """The sum that the merged op returns, and whether the residual streams are in it."""
     root = _sole_sum(gated, conv)
     onward = list(root.users)
     add_hidden = len(onward) == 1 and _is_sum(onward[0], root, gate.args[2])
-    return GateConv(gate, conv, onward[0] if add_hidden else root, writes, add_hidden)
+    return (onward[0] if add_hidden else root), add_hidden
 
 
 def _sole_sum(gated: Node, conv: Node) -> Node:
@@ -130,4 +193,20 @@ def _replace(graph: Graph, found: GateConv) -> None:
     else:
         out = insert(graph, found.root, gate_conv, (*norms, *settings))
     found.root.replace_all_uses_with(out)
+    erase_unused(interior)
+
+
+def _replace_packed(graph: Graph, found: PackedGateConv) -> None:
+    key, val, hidden, norm_key, norm_query, norm_conv, _, eps, eps_tensors, gate_dtype = found.gate.args
+    state = found.conv.state
+    norms = (key, val, hidden, norm_key, norm_query, norm_conv, found.conv.weight)
+    settings = (eps, eps_tensors, gate_dtype, found.conv.dilation, found.add_hidden)
+    args = (*norms, state.pool, *state.requests, found.boundaries, *settings)
+    both = insert(graph, found.root, packed_gate_conv_, args)
+    interior = [found.root, state.new]
+    graph.erase_node(state.copy)
+    if found.exported is not None:
+        found.exported.replace_all_uses_with(insert(graph, found.root, operator.getitem, (both, 1)))
+        interior.append(found.exported)
+    found.root.replace_all_uses_with(insert(graph, found.root, operator.getitem, (both, 0)))
     erase_unused(interior)

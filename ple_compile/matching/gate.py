@@ -331,12 +331,12 @@ def verify(gate: Gate) -> None:
 
 def _resize(gate: Gate, nodes: list[Node]) -> probe.TokenResize | None:
     shape = value(gate.hidden).shape
-    if any(isinstance(s, torch.SymInt) for s in shape) or len(shape) != 3:
+    if any(isinstance(s, torch.SymInt) for s in shape) or len(shape) not in (2, 3):
         return None
     if shape.numel() <= probe.MOST_VALUES:
         return None
-    before = (int(shape[0]), int(shape[1]))
-    after = (min(before[0], 2), min(before[1], 4))
+    before = tuple(int(s) for s in shape[:-1])
+    after = tuple(min(size, limit) for size, limit in zip(before, (2, 4) if len(before) == 2 else (8,)))
     leaves = {gate.key, gate.value, gate.hidden} | ({gate.mask} if gate.mask is not None else set())
     return probe.TokenResize(before, after, frozenset(depends_on(nodes, leaves) | leaves))
 
@@ -357,7 +357,7 @@ def _probe_once(gate: Gate, nodes: list[Node], sizes: dict, scale: float, *, pre
             tensor = torch.randn(shape, generator=generator, dtype=torch.float64)
             if leaf in (gate.key, gate.value):
                 tensor = tensor * scale
-            if leaf is gate.key and tensor.numel() and shape[1] > 1:
+            if leaf is gate.key and tensor.numel() and shape[-2] > 1:
                 tensor[..., -1, :] = 0
             if leaf in gate.weights:
                 tensor = tensor * 0.3

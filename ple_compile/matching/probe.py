@@ -7,6 +7,7 @@ says how to shrink the one dimension in which the op is parallel.
 """
 
 import itertools
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -19,6 +20,9 @@ from ple_compile.matching.graph import aten, calls, dims, is_pointwise, is_tenso
 
 MOST_VALUES = 2**20  # elements of the widest probe tensor; larger static shapes are shrunk
 LARGE_HINT = 16  # symbolic sizes are probed at their traced value up to this, else at this
+
+
+_REFUSALS = (RuntimeError, IndexError, ValueError, TypeError, NotImplementedError)
 
 
 class Unprobeable(Exception):
@@ -90,7 +94,11 @@ class Probe:
             kwargs["pin_memory"] = False
         if getattr(node.target, "_schema", None) is not None and node.target._schema.is_mutable:
             raise Unprobeable(f"{node.format_node()} mutates its input")
-        return node.target(*args, **kwargs)
+        try:
+            return node.target(*args, **kwargs)
+        except _REFUSALS as error:  # an op may refuse inputs that its graph would never give it
+            first_line = str(error).partition("\n")[0]
+            raise Unprobeable(f"{node.name} cannot run on probe inputs: {first_line}") from None
 
 
 def _symbolic_sizes(node: Node) -> list[torch.SymInt]:
@@ -112,6 +120,8 @@ def size_assignments(nodes: Iterable[Node], states: Iterable[Node] = ()) -> list
         return [{}]
     choices = []
     for symbol, size in symbols.items():
+        if not upstream.is_backed(size, symbol):
+            raise Unprobeable(f"the size {size} is known at run time only")
         low, high = upstream.symbol_range(size, symbol)
         traced = upstream.symbol_hint(size, symbol)
         if symbol in pinned:
@@ -150,17 +160,17 @@ def same_rounding(actual: torch.Tensor, expected: torch.Tensor) -> bool:
 
 @dataclass(frozen=True)
 class TokenResize:
-    """Runs a cone that is parallel over its leading (batch, sequence) dims with fewer tokens than are baked in."""
+    """Runs a cone that is parallel over its leading dims, (batch, sequence) or tokens, with fewer than are baked in."""
 
-    before: tuple[int, int]
-    after: tuple[int, int]
+    before: tuple[int, ...]
+    after: tuple[int, ...]
     dependent: frozenset[Node]
 
     def _resized(self, shape: tuple[int, ...], node: Node) -> tuple[int, ...]:
-        if shape[:2] == self.before:
-            return self.after + shape[2:]
-        if shape[:1] == (self.before[0] * self.before[1],):
-            return (self.after[0] * self.after[1],) + shape[1:]
+        if shape[: len(self.before)] == self.before:
+            return self.after + shape[len(self.before) :]
+        if shape[:1] == (math.prod(self.before),):
+            return (math.prod(self.after),) + shape[1:]
         raise Unprobeable(f"{node.format_node()} mixes tokens, so it cannot be probed at a smaller size")
 
     def shape(self, node: Node) -> tuple[int, ...]:
@@ -176,7 +186,7 @@ class TokenResize:
         if calls(node, {aten.expand.default}):
             return args[0].expand(shape)
         reduces_inside = calls(node, {aten.sum.dim_IntList, aten.mean.dim}) and all(
-            d % value(node.args[0]).dim() >= 2 for d in node.args[1]
+            d % value(node.args[0]).dim() >= len(self.before) for d in node.args[1]
         )
         layout = {aten.unsqueeze.default, aten.clone.default, prims.convert_element_type.default, aten.squeeze.dim}
         if not (is_pointwise(node) or reduces_inside or calls(node, layout)):

@@ -3,9 +3,9 @@
     ids = ngram_ids(...) of every request by itself           ple_compile/ops/ngram_ids.py
 
 tokens [T] are the requests' new tokens, request r's from query_start_loc[r] to query_start_loc[r + 1]; context
-[R, N - 1] holds those just before, oldest first, EOS before the start. All int32 or int64, any strides; multipliers,
-sizes and offsets are int64; ids are int64 [T, heads]. Whatever stands in the context is hashed: keeping placeholders
-out of it is the caller's duty (`checked_context`).
+[R or more, N - 1] holds those just before, oldest first, EOS before the start. All int32 or int64, any strides;
+multipliers, sizes and offsets are int64; ids are int64 [T, heads]. Whatever stands in the context is hashed: keeping
+placeholders out of it is the caller's duty (`checked_context`).
 
 Bytes moved per token: N * 8 read (mostly from cache), heads * 8 written. One launch.
 """
@@ -123,7 +123,7 @@ def launch(
     if ids.numel() == 0:
         return ids
     ngram, heads = multipliers.numel(), sizes.numel() // (multipliers.numel() - 1)
-    requests = context.shape[0]
+    requests = query_start_loc.shape[0] - 1
     block = 8
     packed_ngram_ids_kernel[(triton.cdiv(tokens.shape[0], block),)](
         ids,
@@ -161,12 +161,14 @@ def check(
 ) -> None:
     if tokens.dim() != 1:
         raise ValueError(f"packed_ngram_ids: tokens has shape {tuple(tokens.shape)}; pass [tokens], without padding")
-    _packed.check("packed_ngram_ids", tokens.shape[0], query_start_loc, context=context)
+    _packed.check("packed_ngram_ids", tokens.shape[0], query_start_loc)
     padded._check(tokens[:, None], None, multipliers, sizes, offsets)
-    if context.dim() != 2 or context.shape[1] != multipliers.shape[0] - 1 or context.dtype not in _packed.INTEGERS:
+    before, requests = multipliers.shape[0] - 1, query_start_loc.shape[0] - 1
+    fits = context.dim() == 2 and context.shape[0] >= requests and context.shape[1] == before
+    if not fits or context.dtype not in _packed.INTEGERS:
         raise ValueError(
             f"packed_ngram_ids: context is {context.dtype} {tuple(context.shape)}; pass int32 or int64 "
-            f"[requests, {multipliers.shape[0] - 1}], the tokens before each request's first"
+            f"[{requests}, {before}], the tokens before each request's first"
         )
 
 
