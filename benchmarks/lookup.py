@@ -1,0 +1,69 @@
+"""n-gram ids and their rows from a table on the GPU: one launch against ids and `index_select`.
+
+    python benchmarks/lookup.py                  # JSON to lookup.json, a table in Markdown to stdout
+
+16 rows of 320 bytes per token; the table takes 32.8 GiB. Medians over CUDA-graph replays; every call has ids of its
+own. `index_select` gets ids that exist already, and `floor` is twice the rows' bytes at the bandwidth of a large copy.
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+import torch
+from measure import copy_bytes_per_microsecond, environment, graph_microseconds, markdown
+from torch import Tensor
+
+from ple_compile.ops.lookup import lookup
+from ple_compile.ops.ngram_ids import ngram_ids
+from ple_compile.ops.ngram_lookup import ngram_lookup
+
+WIDTH, HEADS, VOCABULARY, EOS = 160, 16, 248_320, 3
+MULTIPLIERS = (23703573157769, 9876543210987, 1357913579135)
+TOKENS = (1, 64, 1024, 8192)
+CALLS = 16
+
+
+def make_table(rows: int) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
+    """bf16 rows whose first eight bytes are their number; multipliers, sizes and offsets over all of them."""
+    table = torch.zeros(rows, WIDTH, dtype=torch.bfloat16, device="cuda")
+    table.view(torch.int64)[:, 0] = torch.arange(rows, device="cuda")
+    sizes = torch.tensor([rows // HEADS - 2 * head - 1 for head in range(HEADS)], device="cuda")
+    return table, (torch.tensor(MULTIPLIERS, device="cuda"), sizes, sizes.cumsum(0) - sizes)
+
+
+def measure(table: Tensor, hashes: tuple[Tensor, Tensor, Tensor], tokens: int, bandwidth: float) -> dict:
+    batches = [torch.randint(0, VOCABULARY, (1, tokens), device="cuda") for _ in range(CALLS)]
+    ids = [ngram_ids(batch, None, *hashes, EOS).view(-1) for batch in batches]
+    rows = ngram_lookup(table, batches[0], None, *hashes, EOS)
+    torch.testing.assert_close(rows.view(-1, WIDTH).view(torch.int64)[:, 0], ids[0], rtol=0, atol=0)
+    steps = {
+        "index_select": lambda i: table.index_select(0, ids[i]),
+        "ids, index_select": lambda i: table.index_select(0, ngram_ids(batches[i], None, *hashes, EOS).view(-1)),
+        "ids": lambda i: ngram_ids(batches[i], None, *hashes, EOS),
+        "ple::lookup": lambda i: lookup(table, ids[i]),
+        "ple::ngram_lookup": lambda i: ngram_lookup(table, batches[i], None, *hashes, EOS),
+    }
+    times = {name: graph_microseconds(step, CALLS) for name, step in steps.items()}
+    ratio = times["ple::ngram_lookup"] / times["index_select"]
+    return {"tokens": tokens, **times, "ratio": f"{ratio:.2f}", "floor": 2 * tokens * HEADS * WIDTH * 2 / bandwidth}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, default=110_000_000, help="rows of the table")
+    parser.add_argument("--out", type=Path, default=Path("lookup.json"))
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit("lookup.py measures a GPU: no CUDA device found")
+    torch.manual_seed(0)
+    bandwidth = copy_bytes_per_microsecond()
+    table, hashes = make_table(options.rows)
+    rows = [measure(table, hashes, tokens, bandwidth) for tokens in TOKENS]
+    report = {"environment": environment(), "table_gib": table.nbytes / 2**30, "lookup, us": rows}
+    options.out.write_text(json.dumps(report, indent=2) + "\n")
+    print(f"\n### lookup, us\n\n{markdown(rows)}")
+
+
+if __name__ == "__main__":
+    main()
