@@ -2,7 +2,7 @@
 
     python benchmarks/kernels.py                            # JSON to kernels.json, tables in Markdown to stdout
     python benchmarks/kernels.py --peer benchmarks/peers    # with vLLM's kernels (see benchmarks/peer.py)
-    python benchmarks/kernels.py --sweep                    # gate_conv's launch choices instead, to kernels-sweep.json
+    python benchmarks/kernels.py --sweep prefill            # gate_conv's launch choices instead; and --sweep decode
 
 Work: gate + three norms + dilated convolution + both residual adds in bf16, a sequence without state; and the same
 for single tokens with the state moved on. Every time is the median over CUDA-graph replays, per call, with inputs
@@ -91,7 +91,7 @@ def peer_step(layer: Layer, folder: str, pdl: bool, sets: list, state: bool) -> 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peer", help=f"folder that holds {peer.FILE}, or 'installed'")
-    parser.add_argument("--sweep", action="store_true", help="time gate_conv's launch choices instead")
+    parser.add_argument("--sweep", choices=list(launch_choices.SWEEPS), help="time gate_conv's launch choices instead")
     parser.add_argument("--out", type=Path, help="the JSON file")
     options = parser.parse_args()
     if not torch.cuda.is_available():
@@ -101,14 +101,14 @@ def main() -> None:
     report: dict = {"environment": environment()}
     with torch.no_grad():
         if options.sweep:
-            tables = launch_choices.sweep(layer)
+            tables = launch_choices.SWEEPS[options.sweep](layer)
         else:
             bandwidth = copy_bytes_per_microsecond()
             report["copy_gb_per_s"] = bandwidth / 1e3
             work = [(1, tokens, False) for tokens in TOKENS] + [(batch, 1, True) for batch in DECODE_BATCHES]
             tables = {"gate + conv, us": [measure(layer, *w, options.peer, bandwidth) for w in work]}
     report |= tables
-    out = options.out or Path("kernels-sweep.json" if options.sweep else "kernels.json")
+    out = options.out or Path(f"kernels-{options.sweep}.json" if options.sweep else "kernels.json")
     out.write_text(json.dumps(report, indent=2) + "\n")
     for title, rows in tables.items():
         print(f"\n### {title}\n\n{markdown(rows)}")

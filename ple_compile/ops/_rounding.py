@@ -97,6 +97,12 @@ def add_rounded(a, b, DTYPE: tl.constexpr):
 
 
 @triton.jit
+def times_one_plus(x, weight):
+    """x * (1 + weight) in float32, in one instruction: 1 + w is exact there for all but tiny 16-bit w."""
+    return tl.fma(x, weight, x)
+
+
+@triton.jit
 def silu(x):
     """x / (1 + exp(-x)) in float32, to about two units in the last place."""
     if PACKED:

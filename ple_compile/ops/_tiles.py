@@ -41,26 +41,40 @@ def row_offsets(first, LANES: tl.constexpr, PARTS: tl.constexpr):
     return offsets
 
 
+@triton.constexpr_function
+def within_row(offsets, p, width):
+    """Whether part `p` (and with it every part before) ends within a row of `width`."""
+    return sum(part.shape[0] * part.shape[2] for part in offsets[: p + 1]) <= width
+
+
 @triton.jit
 def load_rows(row_ptr, offsets, row_mask, WIDTH: tl.constexpr, ONCE: tl.constexpr = False):
-    """The parts of the rows at `row_ptr` [1, rows, 1]; zeros under the mask and past WIDTH.
+    """The parts of the rows at `row_ptr` [1, rows, 1]; zeros under the mask (None: no mask) and past WIDTH.
 
     ONCE: nobody reads them again, so they need not stay in L2.
     """
+    POLICY: tl.constexpr = "evict_first" if ONCE else ""
     parts = ()
     for p in tl.static_range(len(offsets)):
-        mask = row_mask & (offsets[p] < WIDTH)
-        parts += (tl.load(row_ptr + offsets[p], mask=mask, other=0.0, eviction_policy="evict_first" if ONCE else ""),)
+        # A part within the row needs no mask, nor the instructions that clear registers for it.
+        if row_mask is None:
+            if within_row(offsets, p, WIDTH):
+                parts += (tl.load(row_ptr + offsets[p], eviction_policy=POLICY),)
+            else:
+                parts += (tl.load(row_ptr + offsets[p], mask=offsets[p] < WIDTH, other=0.0, eviction_policy=POLICY),)
+        else:
+            if within_row(offsets, p, WIDTH):
+                mask = row_mask
+            else:
+                mask = row_mask & (offsets[p] < WIDTH)
+            parts += (tl.load(row_ptr + offsets[p], mask=mask, other=0.0, eviction_policy=POLICY),)
     return parts
 
 
 @triton.jit
 def load_vector(ptr, offsets, WIDTH: tl.constexpr):
     """The parts of one vector (a weight), [LANES, 1, PARTS[i]] each."""
-    parts = ()
-    for p in tl.static_range(len(offsets)):
-        parts += (tl.load(ptr + offsets[p], mask=offsets[p] < WIDTH, other=0.0),)
-    return parts
+    return load_rows(ptr, offsets, None, WIDTH)
 
 
 @triton.jit

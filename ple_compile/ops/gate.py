@@ -1,3 +1,4 @@
+# mypy: disable-error-code="assignment"
 """The PLE gate with its three norms.
 
     kn = norm(key, norm_key_weight)        qn = norm(hidden, norm_query_weight)          norm: per group of H channels
@@ -21,7 +22,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ple_compile.ops._library import define
-from ple_compile.ops._rounding import TRITON_DTYPE, cast, mul_rounded, round_to, to_float32
+from ple_compile.ops._rounding import TRITON_DTYPE, cast, mul_rounded, round_to, times_one_plus, to_float32
+from ple_compile.ops._sums import lane_sums
 from ple_compile.ops._tiles import load_rows, load_vector, row_offsets, row_parts, vector_size
 
 
@@ -63,11 +65,8 @@ def reference(
 
 
 @triton.jit
-def gate_scalars(
-    key, query, value, key_weight, query_weight, key_eps, query_eps, conv_eps, inverse_root,
-    WIDTH: tl.constexpr, PRODUCT: tl.constexpr, GATE: tl.constexpr, GATED: tl.constexpr,
-):  # fmt: skip
-    """Per row: g (in GATED) and the reciprocal root mean square of the unmasked gated value, [1, rows, 1] each."""
+def norm_scales(key, query, key_eps, query_eps, WIDTH: tl.constexpr):
+    """Reciprocal root mean squares of the rows of key and query, [1, rows, 1] each."""
     # Both sums of squares cross the lanes in one reduction.
     for p in tl.static_range(len(key)):
         k, q = to_float32(key[p]), to_float32(query[p])
@@ -78,17 +77,22 @@ def gate_scalars(
     key_sum, query_sum = tl.split(tl.sum(tl.join(key_sum, query_sum), 0))
     key_scale = tl.rsqrt(key_sum * (1.0 / WIDTH) + key_eps)[None, :, None]
     query_scale = tl.rsqrt(query_sum * (1.0 / WIDTH) + query_eps)[None, :, None]
+    return key_scale, query_scale
 
+
+@triton.jit
+def gate_of_normed(
+    key, query, value, key_weight, query_weight, key_scale, query_scale, conv_eps, inverse_root,
+    WIDTH: tl.constexpr, PRODUCT: tl.constexpr, GATE: tl.constexpr, GATED: tl.constexpr,
+):  # fmt: skip
+    """Per row: g (in GATED) and the reciprocal root mean square of the unmasked gated value, [1, rows, 1] each."""
     # The dot product of the normed rows; each product is rounded before it is summed.
+    products = ()
     for p in tl.static_range(len(key)):
-        kn = (to_float32(key[p]) * key_scale) * (1.0 + to_float32(key_weight[p]))
-        qn = (to_float32(query[p]) * query_scale) * (1.0 + to_float32(query_weight[p]))
-        product = to_float32(mul_rounded(cast(kn, key[p].dtype), cast(qn, query[p].dtype), PRODUCT))
-        if p == 0:
-            dot = tl.sum(product, 2)
-        else:
-            dot = dot + tl.sum(product, 2)
-    dot = round_to(tl.sum(dot, 0), GATE)
+        kn = times_one_plus(to_float32(key[p]) * key_scale, to_float32(key_weight[p]))
+        qn = times_one_plus(to_float32(query[p]) * query_scale, to_float32(query_weight[p]))
+        products += (mul_rounded(cast(kn, key[p].dtype), cast(qn, query[p].dtype), PRODUCT),)
+    dot = round_to(tl.sum(lane_sums(products, SQUARES=False), 0), GATE)
 
     # d * (1 / sqrt(H)), not d / sqrt(H): eager CUDA divides by a Python number that way.
     d = round_to(dot * inverse_root, GATE)
@@ -98,14 +102,24 @@ def gate_scalars(
     gate = cast(cast(tl.div_rn(1.0, 1.0 + tl.exp(-score)), GATE), GATED)[None, :, None]
 
     # The mean square of what norm_conv sees: the rounded g * value.
+    gated = ()
     for p in tl.static_range(len(value)):
-        gated = to_float32(mul_rounded(gate, cast(value[p], GATED), GATED))
-        if p == 0:
-            gated_sum = tl.sum(gated * gated, 2)
-        else:
-            gated_sum = gated_sum + tl.sum(gated * gated, 2)
-    scale = tl.rsqrt(tl.sum(gated_sum, 0) * (1.0 / WIDTH) + conv_eps)[None, :, None]
+        gated += (mul_rounded(gate, cast(value[p], GATED), GATED),)
+    scale = tl.rsqrt(tl.sum(lane_sums(gated, SQUARES=True), 0) * (1.0 / WIDTH) + conv_eps)[None, :, None]
     return gate, scale
+
+
+@triton.jit
+def gate_scalars(
+    key, query, value, key_weight, query_weight, key_eps, query_eps, conv_eps, inverse_root,
+    WIDTH: tl.constexpr, PRODUCT: tl.constexpr, GATE: tl.constexpr, GATED: tl.constexpr,
+):  # fmt: skip
+    """g and the conv norm's scale (see gate_of_normed) of the rows of key, query and value."""
+    key_scale, query_scale = norm_scales(key, query, key_eps, query_eps, WIDTH)
+    return gate_of_normed(
+        key, query, value, key_weight, query_weight, key_scale, query_scale, conv_eps, inverse_root,
+        WIDTH, PRODUCT, GATE, GATED,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -170,13 +184,19 @@ def gate_kernel(
     GATE: tl.constexpr,
     GATED: tl.constexpr,
     FULL: tl.constexpr,
+    LEADS: tl.constexpr,
 ):
+    if LEADS:
+        tl.extra.cuda.gdc_launch_dependents()
     # Neighbouring programs are the streams of the same tokens: they share `value` in L2.
     stream = tl.program_id(0) % STREAMS
     token = begin + tl.program_id(0) // STREAMS * ROWS + tl.arange(0, ROWS)
     inside = token < end
     batch, position = (token // seq).to(tl.int64), (token % seq).to(tl.int64)
-    row_mask = inside[None, :, None]
+    if ROWS == 1:
+        row_mask = None  # the grid has a program for each row and no more
+    else:
+        row_mask = inside[None, :, None]
     offsets = row_offsets(0, LANES, PARTS)
     channel = stream * WIDTH
 
@@ -187,11 +207,12 @@ def gate_kernel(
     key = load_rows(key_rows, offsets, row_mask, WIDTH, ONCE=True)
     query = load_rows(query_rows, offsets, row_mask, WIDTH)
     value = load_rows(value_rows, offsets, row_mask, WIDTH)
+    key_scale, query_scale = norm_scales(key, query, key_eps, query_eps, WIDTH)
+    # The weights only now: they come from L1 or L2, and their registers make room for more rows.
     key_weight = load_vector(key_weight_ptr + channel, offsets, WIDTH)
     query_weight = load_vector(query_weight_ptr + channel, offsets, WIDTH)
-
-    gate, scale = gate_scalars(
-        key, query, value, key_weight, query_weight, key_eps, query_eps, conv_eps, inverse_root,
+    gate, scale = gate_of_normed(
+        key, query, value, key_weight, query_weight, key_scale, query_scale, conv_eps, inverse_root,
         WIDTH, PRODUCT, GATE, GATED,
     )  # fmt: skip
 
@@ -203,7 +224,7 @@ def gate_kernel(
             if mask_ptr is not None:
                 mask = load_mask(mask_ptr + batch * mask_batch + position * mask_row, inside, GATED)[None, :, None]
                 gated, normed = mul_rounded(gated, mask, GATED), mul_rounded(normed, mask, GATED)
-            stored = row_mask & (offsets[p] < WIDTH)
+            stored = inside[None, :, None] & (offsets[p] < WIDTH)
             tl.store(gated_ptr + out_rows + offsets[p], gated, mask=stored)
             tl.store(normed_ptr + out_rows + offsets[p], normed, mask=stored)
     else:
@@ -289,6 +310,8 @@ def launch_gate(
     end: int | None = None,
     rows: int = 1,
     num_warps: int | None = None,
+    max_registers: int | None = None,
+    leads: bool = False,
 ) -> None:
     """Write gated and normed, or (given float32 `scalars` [2, streams, tokens]) only g and the conv norm's scale.
 
@@ -331,7 +354,9 @@ def launch_gate(
         PARTS=row_parts(width, 32 * num_warps, vector),
         ROWS=rows,
         FULL=scalars is None,
+        LEADS=leads,
         num_warps=num_warps,
+        maxnreg=max_registers,
         **dtypes(key, value, hidden, gate_dtype),
     )
 

@@ -33,18 +33,27 @@ from ple_compile.ops._tiles import row_parts, vector_size
 class Tuning(NamedTuple):
     """Launch choices; the defaults are the best found on one H200 (benchmarks/kernels.py --sweep)."""
 
-    few_tokens: int = 16  # up to here one launch does everything
+    few_tokens: int = 32  # up to here one launch does everything
+    few_rows: int = 64  # single tokens of several requests: up to so many rows (request x stream) as well
     few_warps: int = 8
-    few_programs: int = 528
+    few_programs: int = 132
     gate_rows: int = 1
     gate_warps: int | None = None
-    conv_block: int = 512
-    conv_vector: int = 8  # channels per thread
-    conv_programs: int = 4096
-    chunk: int = 1 << 30  # tokens per pair of launches
+    gate_registers: int | None = None
+    conv_block: int = 128
+    conv_vector: int = 4  # channels per thread
+    conv_steps: int = 4  # tokens whose inputs a program reads ahead
+    conv_programs: int = 8192
+    step_block: int = 512
+    step_warps: int = 4
+    dependent: bool = True  # the second launch begins while the first one ends, from sm90 on
 
 
 TUNED = Tuning()
+# By compute capability, width, and bytes of an element.
+TUNED_FOR: dict[tuple[tuple[int, int] | None, int, int], Tuning] = {
+    ((9, 0), 2560, 2): TUNED._replace(gate_registers=144)
+}
 
 
 class Inputs(NamedTuple):
@@ -132,9 +141,16 @@ def computes(inputs: Inputs) -> bool:
     return gate_op.computes(*inputs[:9]) and inputs.gate_dtype != torch.float64
 
 
-def run(inputs: Inputs, new_state: Tensor | None, tuning: Tuning = TUNED) -> Tensor:
+def tuned(inputs: Inputs) -> Tuning:
+    value = inputs.value
+    capability = torch.cuda.get_device_capability(value.device) if value.is_cuda else None
+    return TUNED_FOR.get((capability, value.shape[-1], value.element_size()), TUNED)
+
+
+def run(inputs: Inputs, new_state: Tensor | None, tuning: Tuning | None = None) -> Tensor:
     """Launch the kernels; `new_state` (which may be the old one) receives the next state."""
     check(inputs)
+    tuning = tuning or tuned(inputs)
     batch, seq, width = inputs.key.shape
     out = torch.empty(batch, seq, width, dtype=inputs.out_dtype, device=inputs.key.device)
     if out.numel() == 0:
@@ -143,44 +159,79 @@ def run(inputs: Inputs, new_state: Tensor | None, tuning: Tuning = TUNED) -> Ten
             past = new_state.new_zeros(new_state.shape) if inputs.state is None else inputs.state
             new_state.copy_(past[..., past.shape[-1] - new_state.shape[-1] :])
         return out
-    if seq == 1:
+    if seq == 1 and batch * (width // inputs.value.shape[-1]) <= tuning.few_rows:
         launch_few_tokens(inputs, out, new_state, None, tuning)
         return out
-    streams = width // inputs.value.shape[-1]
-    scalars = torch.empty(2, streams, batch * seq, dtype=torch.float32, device=out.device)
+    scalars = empty_scalars(inputs, tuning)
+    if seq == 1:
+        launch_scalars(inputs, scalars, tuning)
+        launch_few_tokens(inputs, out, new_state, scalars, tuning, given=True)
+        return out
     if batch * seq <= tuning.few_tokens:
         launch_few_tokens(inputs, out, None, scalars, tuning)
     else:
-        launch_many_tokens(inputs, out, scalars, tuning)
+        launch_scalars(inputs, scalars, tuning)
+        launch_window(inputs, out, scalars, tuning)
     if new_state is not None:
         launch_state(inputs, new_state, scalars)
     return out
 
 
+def empty_scalars(inputs: Inputs, tuning: Tuning) -> Tensor:
+    """Room for [2, streams, tokens]: g and the conv norm's scale.
+
+    A program of the convolution also reads, unused, those of the steps that it has past the end or looks ahead to.
+    """
+    batch, seq, width = inputs.key.shape
+    rows = width // inputs.value.shape[-1] * batch * seq
+    room = 2 * tuning.conv_steps * inputs.dilation
+    return torch.empty(2 * rows + room, dtype=torch.float32, device=inputs.key.device)
+
+
+def launch_scalars(inputs: Inputs, scalars: Tensor, tuning: Tuning) -> None:
+    gate_op.launch_gate(
+        *inputs[:6], inputs.mask, gate_op.epsilons(inputs.eps, inputs.eps_tensors), inputs.gate_dtype,
+        scalars=scalars, rows=tuning.gate_rows, num_warps=tuning.gate_warps, max_registers=tuning.gate_registers,
+        leads=depends(scalars.device, tuning),
+    )  # fmt: skip
+
+
+def depends(device: torch.device, tuning: Tuning) -> bool:
+    """Whether the second launch waits for the first one itself (programmatic dependent launch)."""
+    return tuning.dependent and device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
+
+
 def launch_few_tokens(
-    inputs: Inputs, out: Tensor, new_state: Tensor | None, scalars: Tensor | None, tuning: Tuning
+    inputs: Inputs, out: Tensor, new_state: Tensor | None, scalars: Tensor | None, tuning: Tuning, given: bool = False
 ) -> None:
+    """`scalars` receives g and the conv norm's scale, or (`given`, single tokens) holds them."""
     key, value, hidden = (gate_op.batched(x) for x in inputs[:3])
     batch, seq, width = value.shape
     streams = key.shape[-1] // width
     kernel = inputs.conv_weight.shape[-1]
+    window = 0 if new_state is None else new_state.shape[-1]
     vector = vector_size(key, value, hidden)
     rows = 1 if seq == 1 else triton.next_power_of_2(kernel)
-    # At least as many warps as keep a thread's share of the rows in registers, at most one per 128 channels.
-    num_warps = max(tuning.few_warps, triton.next_power_of_2(triton.cdiv(rows * width, 32 * 64)))
-    num_warps = max(1, min(num_warps, triton.next_power_of_2(width) // 128, 16))
-    # The scalars are computed by every program of a row: cut rows only as far as the GPU has room for.
-    block = min(512, triton.next_power_of_2(width))
-    while block < width and triton.cdiv(width, block) * streams * batch * seq > tuning.few_programs:
-        block *= 2
+    if given:
+        block, num_warps = min(tuning.step_block, triton.next_power_of_2(width)), tuning.step_warps
+    else:
+        # At least as many warps as keep a thread's share of the rows in registers, at most one per 128 channels.
+        num_warps = max(tuning.few_warps, triton.next_power_of_2(triton.cdiv(rows * width, 32 * 64)))
+        num_warps = max(1, min(num_warps, triton.next_power_of_2(width) // 128, 16))
+        # The scalars are computed by every program of a row: cut rows only as far as the GPU has room for.
+        block = min(512, triton.next_power_of_2(width))
+        while block < width and triton.cdiv(width, block) * streams * batch * seq > tuning.few_programs:
+            block *= 2
+    follows = given and depends(out.device, tuning)
     few_tokens_kernel[(triton.cdiv(width, block) * streams * batch * seq,)](
         out,
-        new_state,
+        new_state if window else None,
         scalars,
         key,
         value,
         hidden,
-        *(weight.contiguous() for weight in inputs[3:7]),
+        *(weight.contiguous() for weight in inputs[3:6]),
+        aligned(inputs.conv_weight),
         inputs.mask,
         inputs.state,
         batch * seq,
@@ -197,57 +248,44 @@ def launch_few_tokens(
         WIDTH=width,
         KERNEL=kernel,
         DILATION=inputs.dilation,
-        WINDOW=0 if new_state is None else new_state.shape[-1],
+        WINDOW=window,
         ROWS=rows,
         LANES=32 * num_warps,
         PARTS=row_parts(width, 32 * num_warps, vector),
-        CHANNELS=min(block, width),
         BLOCK=block,
-        STATE_BLOCK=128 * num_warps,
+        COLUMNS=triton.next_power_of_2(max(1, window - 1)),
         ADD_HIDDEN=inputs.add_hidden,
+        GIVEN=given,
+        FOLLOWS=follows,
         SUM=TRITON_DTYPE[inputs.sum_dtype],
         num_warps=num_warps,
+        launch_pdl=follows,
         **gate_op.dtypes(key, value, hidden, inputs.gate_dtype),
     )
 
 
-def launch_many_tokens(inputs: Inputs, out: Tensor, scalars: Tensor, tuning: Tuning) -> None:
-    batch, seq = inputs.key.shape[:2]
-    eps = gate_op.epsilons(inputs.eps, inputs.eps_tensors)
-    chunk = tuning.chunk if batch == 1 else seq
-    for begin in range(0, seq, chunk):
-        end = min(begin + chunk, seq)
-        gate_op.launch_gate(
-            *inputs[:6], inputs.mask, eps, inputs.gate_dtype, scalars=scalars, begin=begin * batch, end=end * batch,
-            rows=tuning.gate_rows, num_warps=tuning.gate_warps,
-        )  # fmt: skip
-        launch_window(inputs, out, scalars, begin, end, tuning)
-
-
-def launch_window(inputs: Inputs, out: Tensor, scalars: Tensor, begin: int, end: int, tuning: Tuning) -> None:
-    """The convolution of positions `begin` to `end`, whose scalars (and those of the tokens before) are known."""
+def launch_window(inputs: Inputs, out: Tensor, scalars: Tensor, tuning: Tuning) -> None:
     value, hidden = gate_op.batched(inputs.value), gate_op.batched(inputs.hidden)
     batch, seq, width = value.shape
     streams = out.shape[-1] // width
     # The largest power of two that divides the row, so that no thread idles, unless that is very small.
-    block = min(max(tuning.conv_block // 8, width & -width), tuning.conv_block, triton.next_power_of_2(width))
+    block = min(max(tuning.conv_block // 4, width & -width), tuning.conv_block, triton.next_power_of_2(width))
     blocks = triton.cdiv(width, block) * streams
-    segments, steps = short_conv_op.chains(batch, end - begin, inputs.dilation, tuning.conv_programs // blocks)
+    turns, segments = turns_of(batch, seq, inputs.dilation, tuning.conv_steps, tuning.conv_programs // blocks)
+    follows = depends(out.device, tuning)
     window_kernel[(blocks * batch * segments * inputs.dilation,)](
         out,
         scalars,
         value,
         hidden,
         inputs.norm_conv_weight.contiguous(),
-        inputs.conv_weight.contiguous(),
+        aligned(inputs.conv_weight),
         inputs.mask,
         inputs.state,
         batch * seq,
         seq,
-        begin,
-        end,
         segments,
-        steps,
+        turns,
         *value.stride()[:2],
         *hidden.stride()[:2],
         *((0, 0) if inputs.mask is None else inputs.mask.stride()),
@@ -256,12 +294,28 @@ def launch_window(inputs: Inputs, out: Tensor, scalars: Tensor, begin: int, end:
         WIDTH=width,
         KERNEL=inputs.conv_weight.shape[-1],
         DILATION=inputs.dilation,
+        STEPS=tuning.conv_steps,
         BLOCK=block,
         ADD_HIDDEN=inputs.add_hidden,
+        FOLLOWS=follows,
         GATED=TRITON_DTYPE[inputs.gated_dtype],
         SUM=TRITON_DTYPE[inputs.sum_dtype],
         num_warps=max(1, block // (32 * tuning.conv_vector)),
+        launch_pdl=follows,
     )
+
+
+def aligned(weight: Tensor) -> Tensor:
+    """Contiguous and aligned to 16 bytes, as nearly every weight is."""
+    weight = weight.contiguous()
+    return weight if weight.data_ptr() % 16 == 0 else weight.clone()
+
+
+def turns_of(batch: int, seq: int, dilation: int, steps: int, wanted: int) -> tuple[int, int]:
+    """Turns of `steps` tokens per program and programs along a sequence, for about `wanted` in all sequences."""
+    all_turns = triton.cdiv(seq, dilation * steps)
+    turns = triton.cdiv(all_turns, max(1, min(all_turns, wanted // (batch * dilation))))
+    return turns, triton.cdiv(all_turns, turns)
 
 
 def launch_state(inputs: Inputs, new_state: Tensor, scalars: Tensor) -> None:
@@ -271,8 +325,8 @@ def launch_state(inputs: Inputs, new_state: Tensor, scalars: Tensor) -> None:
     window = new_state.shape[-1]
     if window == 0:
         return
-    channels = 256
-    state_kernel[(triton.cdiv(width, channels) * streams * batch,)](
+    block = min(64, triton.next_power_of_2(width))
+    state_kernel[(triton.cdiv(width, block) * streams * batch,)](
         new_state,
         inputs.state,
         scalars,
@@ -288,8 +342,8 @@ def launch_state(inputs: Inputs, new_state: Tensor, scalars: Tensor) -> None:
         STREAMS=streams,
         WIDTH=width,
         WINDOW=window,
-        CHANNELS=channels,
-        BLOCK=1024,
+        COLUMNS=triton.next_power_of_2(window),
+        BLOCK=block,
         GATED=TRITON_DTYPE[inputs.gated_dtype],
         num_warps=4,
     )

@@ -54,6 +54,28 @@ def load_taps(weight_ptr, channels, mask, KERNEL: tl.constexpr):
     return taps
 
 
+@triton.jit
+def load_tap_words(weight_ptr, channels, mask, KERNEL: tl.constexpr):
+    """As `load_taps`, for weights aligned to 16 bytes: the four or two 16-bit taps of a channel are one integer.
+
+    Taking integers apart keeps the layout of `channels`; taking rows apart has every later tile moved to another one.
+    """
+    TAP: tl.constexpr = weight_ptr.dtype.element_ty
+    if TAP.primitive_bitwidth == 16 and (KERNEL == 4 or KERNEL == 2):
+        WORD: tl.constexpr = tl.int64 if KERNEL == 4 else tl.int32
+        words = tl.load(weight_ptr.to(tl.pointer_type(WORD)) + channels, mask=mask, other=0)
+        taps = ()
+        for k in tl.static_range(KERNEL):
+            bits = (words >> (16 * k)).to(tl.int32)
+            if TAP == tl.bfloat16:
+                taps += ((bits << 16).to(tl.float32, bitcast=True),)
+            else:
+                taps += (bits.to(tl.int16).to(TAP, bitcast=True).to(tl.float32),)
+        return taps
+    else:
+        return load_taps(weight_ptr, channels, mask, KERNEL)
+
+
 @triton.jit(do_not_specialize=["seq", "segments", "steps", "state_columns"])
 def short_conv_kernel(
     y_ptr,

@@ -31,9 +31,9 @@ SHAPES = [
 ]
 PLANS = {
     "default": Tuning(),
-    "few": Tuning(few_tokens=1 << 30),
-    "whole": Tuning(few_tokens=0, conv_programs=1),
-    "chunked": Tuning(few_tokens=0, conv_programs=1 << 20, chunk=50),
+    "few": Tuning(few_tokens=1 << 30, few_rows=1 << 30),
+    "whole": Tuning(few_tokens=0, few_rows=0, conv_programs=1),
+    "pieces": Tuning(few_tokens=0, few_rows=0, conv_programs=1 << 20, conv_steps=2),
 }
 
 

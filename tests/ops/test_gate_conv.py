@@ -17,11 +17,11 @@ from ple_compile.ops.gate_conv import (
 )
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-# Each launch plan, whatever the defaults choose: one launch; two with one segment; many segments and chunks.
+# Each launch plan, whatever the defaults choose: one launch; two with one program along a sequence; with many.
 PLANS = {
-    "few": Tuning(few_tokens=1 << 30),
-    "whole": Tuning(few_tokens=0, conv_programs=1),
-    "chunked": Tuning(few_tokens=0, conv_programs=1 << 20, chunk=4),
+    "few": Tuning(few_tokens=1 << 30, few_rows=1 << 30),
+    "whole": Tuning(few_tokens=0, few_rows=0, conv_programs=1),
+    "pieces": Tuning(few_tokens=0, few_rows=0, conv_programs=1 << 20, conv_steps=2),
 }
 # batch, seq, width, streams, kernel, dilation, state columns
 CASES = [
