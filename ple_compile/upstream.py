@@ -135,7 +135,9 @@ def _constants(env: Any) -> dict:
 
 
 def _can_vary(env: Any, symbol: Any, traced: int, hints: dict) -> bool:
-    guards = [guard.expr for guard in env.guards if symbol in guard.expr.free_symbols]
+    # What the guards solved for is replaced first: under s1 == s0 + 1 both may vary, though not alone.
+    exprs = [env.replace(guard.expr) for guard in env.guards if symbol in guard.expr.free_symbols]
+    guards = [expr for expr in exprs if symbol in expr.free_symbols]
     others = (traced + 1, traced + 2, traced + 7, 2 * traced, 3 * traced, 4 * traced, traced + 64, traced + 4096)
     return any(all(substitute(expr, {**hints, symbol: other}) != sympy.false for expr in guards) for other in others)
 
