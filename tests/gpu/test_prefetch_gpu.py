@@ -56,13 +56,24 @@ def sleep_op():
 
 
 def host_model(kind=Rows, hidden=1024, rows=ROWS):
-    model = kind(2, hidden=hidden, rows=rows, width=WIDTH, heads=HEADS).bfloat16()
+    """The table's rows begin with their number."""
+    model = kind(2, hidden=hidden, rows=HEADS, width=WIDTH, heads=HEADS).bfloat16()
+    ngrams, weight = model.layers[2].ngrams, torch.ones(rows, WIDTH, dtype=torch.bfloat16)
+    weight.view(torch.int64)[:, 0] = torch.arange(rows)
+    ngrams.table = torch.nn.Embedding(rows, WIDTH, _weight=weight).requires_grad_(False)
+    ngrams.sizes.fill_(rows // HEADS)
+    ngrams.offsets.copy_(torch.arange(HEADS) * (rows // HEADS))
     offload_tables(model)
     return model.to("cuda")
 
 
 def expected_rows(model, tokens, table_on_gpu):
     return table_on_gpu[model.layers[2].ngrams.ids(tokens)].flatten(-2)
+
+
+def same_bytes(rows, expected):
+    """Row numbers read as bfloat16 may be NaN."""
+    return torch.equal(rows.view(torch.int16), expected.view(torch.int16))
 
 
 def compiled(model, mode, **options):
@@ -111,7 +122,7 @@ def test_a_thousand_steps_give_the_rows_asked_for(mode):
     for number in range(1000):
         hidden, tokens = model.inputs(lengths[number % 3], seed=number)
         _, rows = step(hidden, tokens)
-        assert torch.equal(rows, expected_rows(model, tokens, table)), number
+        assert same_bytes(rows, expected_rows(model, tokens, table)), number
         del rows
         if number in (300, 999):
             torch.cuda.synchronize()
@@ -127,7 +138,7 @@ def test_sleep_and_allocations_between_start_and_wait(mode):
     for number in range(100):
         hidden, tokens = model.inputs(200, seed=number)
         _, rows = step(hidden, tokens)
-        assert torch.equal(rows, expected_rows(model, tokens, table)), number
+        assert same_bytes(rows, expected_rows(model, tokens, table)), number
 
 
 @torch.no_grad()
@@ -146,7 +157,7 @@ def test_two_batches_in_flight_on_two_streams():
                 results.append((tokens, step(hidden, tokens)[1]))
         torch.cuda.synchronize()
         for tokens, rows in results:
-            assert torch.equal(rows, expected_rows(model, tokens, table)), number
+            assert same_bytes(rows, expected_rows(model, tokens, table)), number
 
 
 @torch.no_grad()
@@ -162,7 +173,7 @@ def test_captured_by_the_user():
     for number in range(100):
         tokens.copy_(model.inputs(100, seed=number)[1])
         graph.replay()
-        assert torch.equal(rows, expected_rows(model, tokens, table)), number
+        assert same_bytes(rows, expected_rows(model, tokens, table)), number
 
 
 @torch.no_grad()
@@ -175,10 +186,10 @@ def test_a_table_that_is_replaced_is_honoured_or_refused(mode):
     def check():
         for _ in range(3):
             _, rows = step(hidden, tokens)
-            assert torch.equal(rows, expected_rows(model, tokens, embedding.weight.cuda()))
+            assert same_bytes(rows, expected_rows(model, tokens, embedding.weight.cuda()))
 
     check()
-    embedding.weight.mul_(2)
+    embedding.weight.add_(1)
     check()
     name = "layers.2.ngrams.table.weight"
     model.load_state_dict({name: torch.randn(ROWS, WIDTH, dtype=torch.bfloat16)}, strict=False, assign=True)
@@ -210,7 +221,7 @@ def test_compiling_needs_no_room_for_the_table(mode):
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
     ids = model.layers[2].ngrams.ids(tokens).cpu()
-    assert torch.equal(rows.cpu(), model.layers[2].ngrams.table.weight[ids].flatten(-2))
+    assert same_bytes(rows.cpu(), model.layers[2].ngrams.table.weight[ids].flatten(-2))
 
 
 @torch.no_grad()
@@ -260,11 +271,10 @@ def test_no_host_synchronisation(mode):
 @torch.no_grad()
 @pytest.mark.parametrize("mode", MODES)
 def test_with_hot_rows(mode):
-    model = Rows(2, hidden=1024, rows=ROWS, width=WIDTH, heads=HEADS).bfloat16()
+    model = host_model()
     offload_tables(model, gpu_cache_bytes=8_000_000)
-    model = model.to("cuda")
     table, step = model.layers[2].ngrams.table.weight.cuda(), compiled(model, mode)
     for number in range(50):
         hidden, tokens = model.inputs(512, seed=number)
         _, rows = step(hidden, tokens)
-        assert torch.equal(rows, expected_rows(model, tokens, table)), number
+        assert same_bytes(rows, expected_rows(model, tokens, table)), number
