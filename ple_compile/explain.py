@@ -49,7 +49,7 @@ class Report:
             by_layer.setdefault(layer, []).append(event)
         for layer, events in by_layer.items():
             lines.append(f"\n{layer or 'the model'}")
-            if not events:
+            if not events and not any(layer in name.split(" or ") for name in by_layer if name != layer):
                 lines.append("  no pass found anything here: this layer did not run compiled, or not in this call")
             for event in events:
                 reason = f": {event.reason}" if event.reason else ""
@@ -67,23 +67,41 @@ class Report:
 
 
 def _layer(layers: list[str], region: str, event: Event) -> str:
-    """The PLE layer that an event belongs to: the longest name that its module path or its region starts with."""
+    """The PLE layer that an event belongs to: the longest name that its module path or its region starts with.
+
+    Where Dynamo compiled a part of the model by itself (after a graph break), paths start in that part: then every
+    layer that the path may mean is named.
+    """
     path = f"{region}.{event.layer}" if region else event.layer
-    inside = [layer for layer in layers if layer == region or path == layer or path.startswith(layer + ".")]
-    return max(inside, key=len, default=region or event.layer)
+    inside = [layer for layer in layers if layer == region or f"{path}.".startswith(f"{layer}.")]
+    if inside:
+        return max(inside, key=len)
+    meant = [layer for layer in layers if _overlaps(layer.split("."), path.split("."))]
+    return " or ".join(meant) or path
+
+
+def _overlaps(layer: list[str], path: list[str]) -> bool:
+    """Whether a layer's name ends with how the path begins."""
+    return any(layer[-n:] == path[:n] for n in range(1, min(len(layer), len(path)) + 1))
+
+
+def _copies(values: Any) -> Any:
+    """Deep copies; tensors that autograd made, which refuse to be copied, lose their history."""
+    results = [x for x in upstream.tree_leaves(values) if isinstance(x, torch.Tensor) and not x.is_leaf]
+    return copy.deepcopy(values, {id(x): x.detach().clone() for x in results})
 
 
 def explain(model: nn.Module | Callable, *args: Any, **kwargs: Any) -> Report:
     """Run `model(*args, **kwargs)` once as compiled code and report what was fused, declined (and why), and broken.
 
     The call runs on deep copies of the arguments, so a cache among them stays as it is, and counters and `stats` are
-    put back; it records gradients only where the model is in training mode. A model that is not compiled is compiled
-    for this call as `ple_compile.compile` would, and restored; what was compiled stays in PyTorch's caches and serves
-    the next call.
+    put back; it records gradients only where the model is in training mode. A model of which nothing is compiled is
+    compiled for this call as `ple_compile.compile` would, and restored; what was compiled stays in PyTorch's caches and
+    serves the next call.
     """
-    args, kwargs = copy.deepcopy(args), copy.deepcopy(kwargs)
+    args, kwargs = _copies((args, kwargs))
     module = model if isinstance(model, nn.Module) else None
-    compile_here = module is not None and regions.config_of(module) is None and module._compiled_call_impl is None
+    compile_here = module is not None and not any(part._compiled_call_impl for part in module.modules())
     layers = list(find_ple_layers(module)) if module is not None else []
     executions = stats.stats()
     counted = dict(upstream.counters["ple_compile"])

@@ -109,6 +109,7 @@ def _apply(function: Callable, report: GraphReport, keywords: dict, graph: Graph
 
 def _complete_layers(report: GraphReport) -> int:
     """Fused gates of layers in which no fusion declined."""
-    partial = {event.layer for event in report.declines() if event.pass_name.startswith("fuse_")}
-    fused = [e for e in report.events if e.pass_name == "fuse_gate" and e.status == "matched"]
-    return sum(event.layer not in partial for event in fused)
+    declined = [event.layer for event in report.declines() if event.pass_name.startswith("fuse_")]
+    fused = [e.layer for e in report.events if e.pass_name == "fuse_gate" and e.status == "matched"]
+    # What is in a layer's modules is in the layer; a path that is empty says nothing, so it spoils every layer.
+    return sum(not any(not layer or f"{path}.".startswith(f"{layer}.") for path in declined) for layer in fused)

@@ -2,8 +2,8 @@
 
 import copy
 import dataclasses
+import functools
 import logging
-import types
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -28,9 +28,12 @@ _compiled_models: "weakref.WeakKeyDictionary[nn.Module, _Undo]" = weakref.WeakKe
 @dataclasses.dataclass
 class _Undo:
     config: Config
-    calls: dict[str, Callable | None]
+    attributes: list[tuple[nn.Module, str, Any, Any]]  # module, name, our value, the instance's own value before
     whole_graph: whole_graph.Undo | None
-    get_compiled_call: Callable | None
+
+    def set(self, module: nn.Module, name: str, value: Any) -> None:
+        self.attributes.append((module, name, value, vars(module).get(name)))
+        setattr(module, name, value)
 
 
 def compile(model: nn.Module, **config: Any) -> nn.Module:
@@ -42,7 +45,8 @@ def compile(model: nn.Module, **config: Any) -> nn.Module:
     other model the compiled regions are the PLE layers themselves: their graphs do not depend on what else breaks a
     graph. Either way each execution of a PLE layer is a compiled one whatever prompt lengths arrive. `generate()` of
     transformers runs through the regions; where it compiles its decode step by itself (static cache on CUDA), that
-    compilation uses this backend too.
+    compilation uses this backend too. While gradients are recorded for a region's parameters it runs as plain PyTorch,
+    with one warning. To pickle the whole model, `restore` it first; `state_dict` and `save_pretrained` work as before.
 
     Keyword arguments are the fields of `ple_compile.Config`. Calling it again replaces the earlier configuration.
     While a model is compiled, Dynamo's `recompile_limit` is at least 64. Raises ValueError for an unknown option, for a
@@ -61,13 +65,11 @@ def compile(model: nn.Module, **config: Any) -> nn.Module:
     check_scales(model)
     applied = _apply_whole_graph(model, settings)
     regions = _regions(model, layers, applied is not None)
-    calls = {name: vars(region).get("_compiled_call_impl") for name, region in regions.items()}
-    undo = _Undo(settings, calls, applied, None)
+    undo = _Undo(settings, [], applied)
     for name, region in regions.items():
-        region._compiled_call_impl = _compiled_call(region, name, settings)
+        undo.set(region, "_compiled_call_impl", _compiled_call(region, name, settings))
     if hasattr(model, "get_compiled_call"):
-        undo.get_compiled_call = model.__dict__.get("get_compiled_call")
-        setattr(model, "get_compiled_call", types.MethodType(_get_compiled_call, model))  # noqa: B010
+        undo.set(model, "get_compiled_call", _CompiledCallHook(model))
     _compiled_models[model] = undo
     upstream.raise_recompile_limit(RECOMPILE_LIMIT)
     return model
@@ -78,14 +80,15 @@ def restore(model: nn.Module) -> nn.Module:
     undo = _compiled_models.pop(model, None)
     if undo is None:
         return model
-    for name, call in undo.calls.items():
-        _put_back(model.get_submodule(name), "_compiled_call_impl", call)
+    for module, name, ours, before in undo.attributes:
+        if vars(module).get(name) is ours:  # else somebody has put another one in its place since
+            delattr(module, name)
+            if before is not None:
+                setattr(module, name, before)
     if undo.whole_graph is not None:
         undo.whole_graph()
-    if hasattr(model, "get_compiled_call"):
-        _put_back(model, "get_compiled_call", undo.get_compiled_call)
-        for attribute in ("_compiled_call", "_last_compile_config"):
-            model.__dict__.pop(attribute, None)
+    for attribute in ("_compiled_call", "_last_compile_config"):  # what transformers compiled for us
+        vars(model).pop(attribute, None)
     if not _compiled_models:
         upstream.reset_recompile_limit()
     return model
@@ -120,13 +123,6 @@ def changes_of(model: nn.Module) -> list[str]:
     return list(undo.whole_graph.changes) if undo is not None and undo.whole_graph is not None else []
 
 
-def _put_back(module: nn.Module, name: str, value: Any) -> None:
-    """Set an instance attribute to what it was; None: it was the class's."""
-    delattr(module, name)
-    if value is not None:
-        setattr(module, name, value)
-
-
 def config_of(model: nn.Module) -> Config | None:
     """The configuration a model is compiled with, or None."""
     undo = _compiled_models.get(model)
@@ -142,8 +138,13 @@ def _compiled_call(layer: nn.Module, name: str, config: Config) -> Callable:
     inner = layer._call_impl
     compiled = torch.compile(inner, backend="ple", dynamic=True, options=options_of(config))
 
+    trainable = any(parameter.requires_grad for parameter in layer.parameters())
+
     def call(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():  # inside an outer compilation the layer is traced as part of it
+            return inner(*args, **kwargs)
+        if trainable and torch.is_grad_enabled():
+            _warn_about_gradients(name)
             return inner(*args, **kwargs)
         with records.region(name):
             return compiled(*args, **kwargs)
@@ -151,14 +152,31 @@ def _compiled_call(layer: nn.Module, name: str, config: Config) -> Callable:
     return call
 
 
-def _get_compiled_call(self: Any, compile_config: Any) -> Callable:
-    """transformers' hook for the decode step of `generate`, with this backend in the place of Inductor."""
-    config = config_of(self)
-    assert config is not None
-    chosen = copy.copy(compile_config) if compile_config is not None else self._default_compile_config()
-    if chosen.backend == "inductor":
-        options = options_of(config)
-        if config.mode == "default" and chosen.mode is not None:
-            options["mode"] = chosen.mode
-        chosen.backend, chosen.mode, chosen.options = "ple", None, options
-    return type(self).get_compiled_call(self, chosen)
+@functools.cache
+def _warn_about_gradients(name: str) -> None:
+    log.warning(
+        "%s runs as plain PyTorch: gradients are recorded, and the compiled regions are for inference. Call the model "
+        "under torch.no_grad() or torch.inference_mode(), as generate() does",
+        name or "the model",
+    )
+
+
+class _CompiledCallHook:
+    """transformers' `get_compiled_call`: the decode step of `generate`, with this backend in the place of Inductor.
+
+    On a copy of a compiled model, which is not compiled, it is the class's own.
+    """
+
+    def __init__(self, model: nn.Module):
+        self.model = model
+
+    def __call__(self, compile_config: Any) -> Callable:
+        model: Any = self.model
+        config = config_of(model)
+        chosen = copy.copy(compile_config) if compile_config is not None else model._default_compile_config()
+        if config is not None and chosen.backend == "inductor":
+            options = options_of(config)
+            if config.mode == "default" and chosen.mode is not None:
+                options["mode"] = chosen.mode
+            chosen.backend, chosen.mode, chosen.options = "ple", None, options
+        return type(model).get_compiled_call(model, chosen)

@@ -26,6 +26,7 @@ from torch._logging import trace_structured
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.passes.graph_transform_observer import GraphTransformObserver
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves
 
 __all__ = [
     "CustomGraphPass",
@@ -44,6 +45,7 @@ __all__ = [
     "graph_break",
     "guards_hold",
     "hint",
+    "is_backed",
     "inductor_config",
     "list_mode_options",
     "no_dispatch_modes",
@@ -57,6 +59,7 @@ __all__ = [
     "symbol_hint",
     "symbol_range",
     "trace_structured",
+    "tree_leaves",
 ]
 
 
@@ -98,7 +101,7 @@ def run_custom_pass(function: Callable, graph: torch.fx.Graph, *, is_inference: 
         function(graph)
 
 
-def fake_on(fake: torch.Tensor, device: torch.device) -> torch.Tensor:
+def fake_on(fake: FakeTensor, device: torch.device) -> torch.Tensor:
     """A fake tensor like `fake` on another device."""
     with fake.fake_mode:
         return torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device=device)
@@ -173,6 +176,11 @@ def symbol_range(size: torch.SymInt, symbol: Any) -> tuple[int, int]:
     bounds = _shape_env(size).var_to_range[symbol]
     upper = 2**31 if bounds.upper > 2**31 else int(bounds.upper)
     return int(bounds.lower), upper
+
+
+def is_backed(size: torch.SymInt, symbol: Any) -> bool:
+    """Whether a symbol had a value when the graph was traced, rather than standing for data (`nonzero`, `unique`)."""
+    return symbol in _shape_env(size).backed_var_to_val
 
 
 def symbol_hint(size: torch.SymInt, symbol: Any) -> int:

@@ -92,3 +92,30 @@ def test_graph_breaks_are_told(no_codegen: None) -> None:
 
     report = ple_compile.explain(torch.compile(call, backend="ple"), *case.inputs())
     assert "graph breaks" in str(report) and "test_explain.py" in str(report).split("graph breaks")[1]
+
+
+def test_a_layer_whose_convolution_is_not_fused_is_not_counted(no_codegen: None) -> None:
+    model = tiny_model()
+    model.model.layers[1].ple.conv1d.register_forward_hook(lambda module, args, output: output.tanh())
+    ple_compile.compile(model, whole_graph=False)
+    with torch.no_grad():
+        model(prompt(6))
+    assert ple_compile.stats() == {"ple_executions": 0}
+    assert "0 ran fused" in str(ple_compile.explain(model, prompt(6)))
+
+
+def test_parts_that_dynamo_compiled_alone_name_the_layers_they_may_be(no_codegen: None) -> None:
+    model = tiny_model((1, 2))
+    model.compile(backend="ple")
+    text = str(ple_compile.explain(model, prompt(6)))
+    assert "model.layers.0.ple or model.layers.1.ple" in text and "no pass found" not in text
+
+
+def test_the_configuration_that_runs_is_the_one_reported(no_codegen: None) -> None:
+    model = tiny_model()
+    ple_compile.compile(model.model, whole_graph=False, fuse_gate=False)
+    assert "fuse_gate" not in str(ple_compile.explain(model, prompt(6)))
+    layer = Case().layer()
+    streams, ids, _ = Case().inputs()
+    report = ple_compile.explain(layer, streams.requires_grad_() * 2, ids, None)
+    assert sum(graph.ple_layers for _, graph in report.graphs) == 1

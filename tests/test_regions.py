@@ -1,10 +1,13 @@
 """`ple_compile.compile`: every execution of a PLE layer is a compiled one, and the tokens are eager's."""
 
+import copy
+
 import pytest
 import torch
 from transformers import CompileConfig, Qwen4ExpForCausalLM
 
 import ple_compile
+from ple_compile import regions
 from tests.tiny_models import generate, prompt, tiny_model
 
 LENGTHS = (1, 2, 5, 8, 9, 10, 13, 24, 33, 70)
@@ -124,3 +127,38 @@ def test_a_model_of_unknown_source_is_compiled_by_layers(
     assert model.model._compiled_call_impl is None
     with pytest.raises(ValueError):
         ple_compile.compile(model, strict=True)
+
+
+def test_gradients_run_as_plain_pytorch(no_codegen: None, caplog: pytest.LogCaptureFixture) -> None:
+    regions._warn_about_gradients.cache_clear()
+    model = tiny_model(num_layers=2)
+    expected = model(prompt(6)).logits
+    ple_compile.compile(model)
+    logits = model(prompt(6)).logits
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+    logits.sum().backward()
+    assert model.model.layers[1].ple.key_proj.weight.grad is not None
+    assert "gradients are recorded" in caplog.text and executions() == 0
+
+
+@torch.no_grad()
+def test_copies_are_plain_models(no_codegen: None) -> None:
+    model = ple_compile.compile(tiny_model(), whole_graph=False)
+    config = CompileConfig()
+    config._compile_all_devices = True
+    settings = dict(cache_implementation="static", compile_config=config)
+    assert torch.equal(generate(copy.deepcopy(model), prompt(5), **settings), generate(model, prompt(5), **settings))
+
+
+def test_restore_after_the_model_was_changed(no_codegen: None) -> None:
+    model = ple_compile.compile(tiny_model(), whole_graph=False)
+    layer = copy.deepcopy(model.model.layers[1].ple)
+    model.model.layers[1].ple = layer
+    ple_compile.restore(model)
+    assert "get_compiled_call" not in vars(model)
+    ple_compile.compile(model)
+    ple_compile.compile(model.model)
+    ple_compile.restore(model)
+    ple_compile.restore(model.model)
+    assert all(module._compiled_call_impl is None for module in model.modules())
+    assert all("forward" not in vars(module) for module in model.modules())

@@ -50,7 +50,9 @@ def is_pointwise(node: Node) -> bool:
 def casts_up_or_keeps(node: Node) -> bool:
     """A cast that loses nothing, so that its input may stand for it."""
     before, after = value(node.args[0]).dtype, value(node).dtype
-    return torch.promote_types(before, after) == after
+    if before == after or before.itemsize == 1 and before.is_floating_point:
+        return before == after  # float8 does not promote
+    return not (after.is_floating_point and after.itemsize == 1) and torch.promote_types(before, after) == after
 
 
 def producers(node: Node, through: set) -> Iterator[Node]:

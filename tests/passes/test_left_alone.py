@@ -206,3 +206,26 @@ def test_masks_on_one_of_the_two_stay_outside() -> None:
     found, actual, expected = compiled_and_eager(lambda *args: case.call(layer, *args, None), *case.inputs())
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
     assert found.counts()["fuse_gate"] == 1 and "merge_gate_conv" not in found.counts()
+
+
+def hashed(tokens: Tensor, other: Tensor) -> Tensor:
+    """Ids of a sort: an xor of products under a remainder."""
+    mixed = (tokens * 3) ^ (other * torch.tensor([5, 7])[0])
+    return mixed.unsqueeze(-1) % torch.tensor([97, 101]) + torch.tensor([0, 97])
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x, ids, table: torch.sigmoid(x.to(torch.float8_e4m3fn).float() * 2),
+        lambda x, ids, table: F.embedding(hashed(torch.arange(9)[ids], ids), table),
+        lambda x, ids, table: F.embedding(hashed(ids.gather(1, ids.clamp_max(6)), ids), table),
+        lambda x, ids, table: F.embedding(hashed(torch.unique(ids)[None], torch.unique(ids)[None]), table),
+    ],
+    ids=["float8", "a lookup before the hash", "a gather by token", "a size known at run time"],
+)
+def test_graphs_on_which_a_probe_cannot_run(call: Callable) -> None:
+    ids = torch.randint(0, 7, (2, 7))
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        _, actual, expected = compiled_and_eager(call, torch.randn(4), ids, torch.randn(300, 8))
+    torch.testing.assert_close(actual, expected)
