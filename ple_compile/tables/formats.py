@@ -187,7 +187,8 @@ class RowScaledFP8Embedding(QuantizedEmbedding):
         rows = rows.float()
         largest = rows.abs().amax(dim=1, keepdim=True)
         smallest = torch.finfo(torch.float32).tiny
-        scale = torch.where(largest == 0, 1.0, (largest / E4M3_MAX).clamp_min(smallest))
+        # A tensor divisor: CUDA divides by a number by multiplying with its reciprocal, which rounds otherwise.
+        scale = torch.where(largest == 0, 1.0, (largest / torch.full_like(largest, E4M3_MAX)).clamp_min(smallest))
         return {"weight": _to_e4m3(rows / scale), "weight_scale": scale}
 
     @classmethod
