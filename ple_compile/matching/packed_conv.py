@@ -134,7 +134,7 @@ def _requests(slots: Node, left: list[Node]) -> tuple[Node, Node, Node, Node | N
 
 
 def _outputs(state: Pool) -> list[Node]:
-    """What is computed from the pool, x, the index tensors and weights alone, and read by something else."""
+    """What is computed from the pool, a weight and nothing else but x and the index tensors, and read elsewhere."""
     channels = dims(state.pool)[1]
     graph = state.pool.graph
     inputs = [n for n in graph.nodes if n.op in ("placeholder", "get_attr") and is_tensor(n)]
@@ -144,8 +144,8 @@ def _outputs(state: Pool) -> list[Node]:
         if node.op == "call_function" and node is not state.copy and is_tensor(node):
             if all(n in reached for n in tensor_inputs(node)):
                 reached.add(node)
-    mixed = depends_on([n for n in graph.nodes if n in reached], {state.pool})
-    mixed = {n for n in mixed if n is not state.new and n not in state.leaves}
+    nodes = [n for n in graph.nodes if n in reached]
+    mixed = depends_on(nodes, {state.pool}) & depends_on(nodes, weights)
     return sorted(n for n in mixed if any(u not in reached and u is not state.copy for u in n.users))
 
 
