@@ -85,9 +85,10 @@ def draw(
     seed: int | None = None,
     device: str = DEVICE,
 ) -> Inputs:
-    """Key and value are views of one projection, hidden a view; the pool is dense, "wide", or with "channels" together.
+    """Key and value are views of one projection, hidden a view.
 
-    What nobody may read is NaN: slot 0, the slots of fresh requests, and (in a wide pool) columns beyond the history.
+    `pool`: "dense", with the "channels" together, or a "view" of a larger one; the latter two have columns to spare.
+    What nobody may read is NaN: slot 0, the slots of fresh requests, and columns beside the history.
     """
     generator = torch.Generator().manual_seed(new_seed() if seed is None else seed)
     wide = torch.float32 if autocast else dtype
@@ -98,8 +99,7 @@ def draw(
 
     requests = batch.requests(index_dtype, device)
     num_slots = max([*requests.state_indices.tolist(), 0]) + 3
-    spare = max([*(batch.accepted or ()), 1]) + 2
-    columns = reach if pool == "dense" and batch.accepted is None else reach + spare
+    columns = reach if pool == "dense" and batch.accepted is None else reach + 5
     values = rand(num_slots, channels, columns, dtype=wide)
     values[0] = float("nan")
     for r, slot in enumerate(requests.state_indices.tolist()):

@@ -11,7 +11,7 @@ described in ple_compile/ops/_packed.py. Decode rows, prefill rows and speculati
 after each of them would look back on: states for prefix caching from the same pass. Without, it is empty.
 
 Rounds where the two ops round. No tensor is gathered by request and none is larger than two numbers per token and
-stream. Launches: one where there are as many tokens as requests (decoding), else three, and one more for `boundaries`.
+stream. Launches: one for up to `few_rows` single tokens, two for more of them, else three; one more for `boundaries`.
 """
 
 import math
@@ -24,17 +24,17 @@ from torch import Tensor
 from ple_compile.ops import _packed
 from ple_compile.ops import gate as gate_op
 from ple_compile.ops import packed_short_conv as conv_op
-from ple_compile.ops import short_conv as padded_conv
 from ple_compile.ops._library import define
 from ple_compile.ops._packed import Requests
 from ple_compile.ops._packed_gate_conv_kernels import columns_kernel, decode_kernel, window_kernel
 from ple_compile.ops._rounding import TRITON_DTYPE
 from ple_compile.ops._tiles import row_parts, vector_size
-from ple_compile.ops.gate_conv import TUNED
+from ple_compile.ops.gate_conv import Tuning, aligned, depends, tuned, turns_of
 
-# Decoding in one launch is right for any batch with as many tokens as requests, and slow for requests of many tokens
-# in it, which it walks through one by one. Two launches would parallelise those and cost every decode step about 2 us.
-ONE_LAUNCH_FOR_DECODE = True
+# Decoding knows one or two launches (gate_conv's `few_rows` says which is faster). They are right for any batch with as
+# many tokens as requests, and slow for requests of many tokens in it, which they walk through one by one; telling those
+# apart takes a third launch, about 2 us of every decode step.
+WALK_WHERE_TOKENS_ARE_AS_MANY_AS_REQUESTS = True
 
 
 class Inputs(NamedTuple):
@@ -98,43 +98,70 @@ def launch(*args) -> tuple[Tensor, Tensor]:
     inputs = Inputs(*args)
     if inputs.gate_dtype == torch.float64 or not gate_op.computes(*inputs[:8]):
         return reference(*args)
+    return run(inputs, packed_tuning(inputs))
+
+
+def packed_tuning(inputs: Inputs) -> Tuning:
+    """gate_conv's choices; but decode_kernel's tile of a slot needs twice the threads and shorter parts of a row, or it
+    does not stay in registers (211 to 255 a thread and spills, where this way takes 121)."""
+    return tuned(inputs)._replace(step_warps=8, few_rows=32)  # type: ignore[arg-type]  # it reads `value` only
+
+
+def run(inputs: Inputs, tuning: Tuning) -> tuple[Tensor, Tensor]:
     check(inputs)
     tokens, channels = inputs.key.shape
-    out, exported = fake(*args)
+    out, exported = fake(*inputs)
     if out.numel() == 0:
         return out, exported.zero_()
-    # Even strides of size-1 dimensions; the last is contiguous.
-    key, value, hidden = (gate_op.batched(x)[0] for x in inputs[:3])
+    key, value, hidden = (gate_op.batched(x)[0] for x in inputs[:3])  # the last dimension contiguous
     inputs = inputs._replace(key=key, value=value, hidden=hidden)
-    streams = channels // value.shape[-1]
-    scalars = torch.empty(2, streams, tokens, dtype=torch.float32, device=out.device)
-    if ONE_LAUNCH_FOR_DECODE and tokens == inputs.requests.num_requests and inputs.boundaries is None:
-        launch_decode(inputs, out, scalars)
+    rows = tokens * (channels // value.shape[-1])
+    # g and the conv norm's scale, [2, streams, tokens]; window_kernel also reads, unused, those past the end.
+    room = 2 * tuning.conv_steps * inputs.dilation
+    scalars = torch.empty(2 * rows + room, dtype=torch.float32, device=out.device)
+    decoding = WALK_WHERE_TOKENS_ARE_AS_MANY_AS_REQUESTS and tokens == inputs.requests.num_requests
+    if decoding and inputs.boundaries is None:
+        if rows <= tuning.few_rows:
+            launch_decode(inputs, out, scalars, tuning, given=False)
+        else:
+            launch_scalars(inputs, scalars, tuning)
+            launch_decode(inputs, out, scalars, tuning, given=True)
         return out, exported
-    gate_op.launch_gate(
-        *inputs[:6], None, gate_op.epsilons(inputs.eps, inputs.eps_tensors), inputs.gate_dtype, scalars=scalars
-    )  # fmt: skip
-    launch_window(inputs, out, scalars)
+    launch_scalars(inputs, scalars, tuning)
+    launch_window(inputs, out, scalars, tuning)
     if inputs.boundaries is not None:
         launch_columns(inputs, exported, scalars, inputs.boundaries)
     launch_columns(inputs, inputs.pool, scalars, None)
     return out, exported
 
 
-def launch_decode(inputs: Inputs, out: Tensor, scalars: Tensor) -> None:
+def launch_scalars(inputs: Inputs, scalars: Tensor, tuning: Tuning) -> None:
+    gate_op.launch_gate(
+        *inputs[:6], None, gate_op.epsilons(inputs.eps, inputs.eps_tensors), inputs.gate_dtype, scalars=scalars,
+        rows=tuning.gate_rows, num_warps=tuning.gate_warps, max_registers=tuning.gate_registers,
+        leads=depends(scalars.device, tuning),
+    )  # fmt: skip
+
+
+def launch_decode(inputs: Inputs, out: Tensor, scalars: Tensor, tuning: Tuning, *, given: bool) -> None:
+    """`given`: `scalars` holds them; else every program computes its own."""
     tokens, width = inputs.value.shape
     streams = out.shape[1] // width
-    window = inputs.pool.shape[-1]
-    num_warps = max(1, min(TUNED.few_warps, triton.next_power_of_2(width) // 128))
-    # The scalars are computed by every program of a row: cut rows only as far as the GPU has room for.
-    block = min(512, triton.next_power_of_2(width))
-    while block < width and triton.cdiv(width, block) * streams * tokens > TUNED.few_programs:
-        block *= 2
+    if given:
+        block, num_warps = min(tuning.step_block, triton.next_power_of_2(width)), tuning.step_warps
+    else:
+        num_warps = max(1, min(tuning.few_warps, triton.next_power_of_2(width) // 128))
+        # The scalars are computed by every program of a row: cut rows only as far as the GPU has room for.
+        block = min(512, triton.next_power_of_2(width))
+        while block < width and triton.cdiv(width, block) * streams * tokens > tuning.few_programs:
+            block *= 2
+    follows = given and depends(out.device, tuning)
     decode_kernel[(triton.cdiv(width, block) * streams * tokens,)](
         out,
         scalars,
         *inputs[:3],
-        *(weight.contiguous() for weight in inputs[3:7]),
+        *(weight.contiguous() for weight in inputs[3:6]),
+        aligned(inputs.conv_weight),
         inputs.pool,
         *inputs.requests.kernel_arguments(),
         tokens,
@@ -148,46 +175,40 @@ def launch_decode(inputs: Inputs, out: Tensor, scalars: Tensor) -> None:
         WIDTH=width,
         KERNEL=inputs.conv_weight.shape[-1],
         DILATION=inputs.dilation,
-        COLUMNS=window,
+        WINDOW=inputs.pool.shape[-1],
+        COLUMNS=triton.next_power_of_2(max(1, inputs.reach - 1)),
         LANES=32 * num_warps,
         PARTS=row_parts(width, 32 * num_warps, vector_size(*inputs[:3])),
-        CHANNELS=min(block, width),
         BLOCK=block,
-        STATE_BLOCK=512 * num_warps,
-        POOL=pool_layout(inputs.pool, inputs.reach),
         ADD_HIDDEN=inputs.add_hidden,
+        GIVEN=given,
+        FOLLOWS=follows,
         num_warps=num_warps,
+        launch_pdl=follows,
         **gate_op.dtypes(*inputs[:3], inputs.gate_dtype),
     )
 
 
-def pool_layout(pool: Tensor, reach: int) -> str:
-    """Which way a slot lies in memory: "channels" or "dense" (columns together, nothing between) move faster."""
-    if pool.stride(1) == 1 and reach <= 16:
-        return "channels"
-    return "dense" if pool.stride(2) == 1 and pool.stride(1) == reach == pool.shape[2] else "any"
-
-
-def launch_window(inputs: Inputs, out: Tensor, scalars: Tensor) -> None:
+def launch_window(inputs: Inputs, out: Tensor, scalars: Tensor, tuning: Tuning) -> None:
     tokens, width = inputs.value.shape
     streams = out.shape[1] // width
     # The largest power of two that divides the row, so that no thread idles, unless that is very small.
-    block = min(max(TUNED.conv_block // 8, width & -width), TUNED.conv_block, triton.next_power_of_2(width))
+    block = min(max(tuning.conv_block // 4, width & -width), tuning.conv_block, triton.next_power_of_2(width))
     blocks = triton.cdiv(width, block) * streams
-    segments, steps = padded_conv.chains(1, tokens, inputs.dilation, TUNED.conv_programs // blocks)
+    turns, segments = turns_of(1, tokens, inputs.dilation, tuning.conv_steps, tuning.conv_programs // blocks)
+    follows = depends(out.device, tuning)
     window_kernel[(blocks * segments * inputs.dilation,)](
         out,
         scalars,
         inputs.value,
         inputs.hidden,
         inputs.norm_conv_weight.contiguous(),
-        inputs.conv_weight.contiguous(),
+        aligned(inputs.conv_weight),
         inputs.pool,
         *inputs.requests.kernel_arguments(),
         tokens,
         inputs.requests.num_requests,
-        segments,
-        steps,
+        turns,
         inputs.value.stride(0),
         inputs.hidden.stride(0),
         *inputs.pool.stride(),
@@ -196,11 +217,14 @@ def launch_window(inputs: Inputs, out: Tensor, scalars: Tensor) -> None:
         KERNEL=inputs.conv_weight.shape[-1],
         DILATION=inputs.dilation,
         SPARE=inputs.pool.shape[-1] - inputs.reach,
+        STEPS=tuning.conv_steps,
         BLOCK=block,
         REQUESTS=_packed.search_block(inputs.requests.num_requests),
         ADD_HIDDEN=inputs.add_hidden,
+        FOLLOWS=follows,
         GATED=TRITON_DTYPE[inputs.gated_dtype],
-        num_warps=max(1, block // (32 * TUNED.conv_vector)),
+        num_warps=max(1, block // (32 * tuning.conv_vector)),
+        launch_pdl=follows,
     )
 
 
@@ -211,8 +235,8 @@ def launch_columns(inputs: Inputs, new: Tensor, scalars: Tensor, boundaries: Ten
     count = inputs.requests.num_requests if boundaries is None else boundaries.shape[0]
     if count == 0:
         return
-    channels = 256
-    columns_kernel[(triton.cdiv(width, channels) * streams * count,)](
+    block = min(64, triton.next_power_of_2(width))
+    columns_kernel[(triton.cdiv(width, block) * streams * count,)](
         new,
         inputs.pool,
         scalars,
@@ -229,12 +253,11 @@ def launch_columns(inputs: Inputs, new: Tensor, scalars: Tensor, boundaries: Ten
         STREAMS=streams,
         WIDTH=width,
         REACH=inputs.reach,
-        COLUMNS=new.shape[-1],
+        WINDOW=new.shape[-1],
+        COLUMNS=triton.next_power_of_2(new.shape[-1]),
         SPARE=inputs.pool.shape[-1] - inputs.reach,
-        CHANNELS=channels,
-        BLOCK=1024,
+        BLOCK=block,
         REQUESTS=_packed.search_block(inputs.requests.num_requests),
-        CHANNELS_TOGETHER=new.stride(1) == 1,
         GATED=TRITON_DTYPE[inputs.gated_dtype],
         num_warps=4,
     )

@@ -13,8 +13,12 @@ from ple_compile.ops import gate as gate_op
 from ple_compile.ops import packed_gate_conv as op
 from ple_compile.ops import packed_short_conv as conv_op
 
-# Each launch plan, whatever the defaults choose: many short chains, or three long ones that cross every request.
-PLANS = {"short chains": 1 << 20, "long chains": 1}
+# Each launch plan, whatever the defaults choose: many short chains, or three long ones that cross every request; single
+# tokens in one launch, or in two.
+PLANS = {
+    "short": {"conv_programs": 1 << 20, "conv_steps": 2, "few_rows": 1 << 30},
+    "long": {"conv_programs": 1, "few_rows": 0},
+}
 POOLS = ("channels", "view")
 CASES = [name for name in BATCHES if name not in ("nothing", "no_tokens")]
 
@@ -88,14 +92,25 @@ def test_kernels(name, pool, boundaries):
     assert (inputs.pool.data_ptr(), inputs.pool.stride()) == before
 
 
+def planned(plan: str, inputs: op.Inputs) -> tuple[torch.Tensor, torch.Tensor]:
+    return op.run(inputs, op.packed_tuning(inputs)._replace(**PLANS[plan]))
+
+
 @pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("name", ["mixed_without_slots", "speculative_mixed", "decode"])
-def test_every_launch_plan(name, plan, monkeypatch):
-    """Chains of any length, and three launches for what one could do."""
-    monkeypatch.setattr(op, "TUNED", op.TUNED._replace(conv_programs=PLANS[plan]))
-    monkeypatch.setattr(op, "ONE_LAUNCH_FOR_DECODE", False)
+@pytest.mark.parametrize("name", [n for n in CASES if "speculative" not in n] + ["speculative_mixed"])
+def test_every_launch_plan(name, plan):
     inputs = draw(BATCHES[name], 40, 2, dilation=2, kernel=3, pool="channels")
-    assert_same(run(op.launch, inputs), run(op.reference, inputs), run(op.reference, to_float64(inputs)))
+    actual = run(lambda *args: planned(plan, op.Inputs(*args)), inputs)
+    assert_same(actual, run(op.reference, inputs), run(op.reference, to_float64(inputs)))
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_three_launches_for_what_one_could_do(plan, monkeypatch):
+    monkeypatch.setattr(op, "WALK_WHERE_TOKENS_ARE_AS_MANY_AS_REQUESTS", False)
+    for name in ("decode", "decode_and_more_tokens", "speculative_decode"):
+        inputs = draw(BATCHES[name], 24, 2)
+        actual = run(lambda *args: planned(plan, op.Inputs(*args)), inputs)
+        assert_same(actual, run(op.reference, inputs), run(op.reference, to_float64(inputs)))
 
 
 @pytest.mark.parametrize("options", [{}, {"autocast": True}, {"add_hidden": False}, {"dtype": torch.float16}], ids=str)
