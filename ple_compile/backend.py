@@ -40,7 +40,7 @@ def compile_graph(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], confi
     record = records.find(gm, inputs, str(fuse.uuid()))
     fuse.nonce = record.nonce
     patches[name] = fuse
-    compiled = upstream.compile_fx(gm, inputs, config_patches=patches)
+    compiled: Any = upstream.compile_fx(gm, inputs, config_patches=patches)
     report = records.resolve(record, fuse)
     report.graph_break = graph_break
     records.publish(report)

@@ -33,7 +33,8 @@ class Config:
         It is a field because `torch.compile` refuses `mode` and `options` together.
     strict: raise when a pass that applies to a graph declined, instead of leaving that part to Inductor.
     whole_graph: let `ple_compile.compile` put forwards that one graph can hold on transformers' Qwen4Exp and compile
-        the whole text model; False compiles each PLE layer by itself. The backend alone does not read it.
+        the whole text model, rather than each PLE layer by itself. In bf16 the rest of the model then rounds as
+        Inductor does, so tokens may differ from eager's. The backend alone does not read it.
     inductor: options passed through to Inductor, e.g. {"max_autotune": True}.
 
     Raises ValueError for an unknown mode or a value of the wrong type.
@@ -53,7 +54,7 @@ class Config:
     etp_max_tokens: int = 8192
     mode: str = "default"
     strict: bool = False
-    whole_graph: bool = True
+    whole_graph: bool = False
     inductor: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

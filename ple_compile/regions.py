@@ -39,14 +39,14 @@ class _Undo:
 def compile(model: nn.Module, **config: Any) -> nn.Module:
     """Compile `model` in place with `backend="ple"`, and return it.
 
-    transformers' Qwen4Exp is compiled as one graph for prefill, one for decode and one for a chunk on a filled cache,
-    with dynamic shapes: what keeps its class from being captured is replaced on this model's modules (see
-    `ple_compile.whole_graph`), unless `whole_graph=False` or its source is not a known one, which is logged. In any
-    other model the compiled regions are the PLE layers themselves: their graphs do not depend on what else breaks a
-    graph. Either way each execution of a PLE layer is a compiled one whatever prompt lengths arrive. `generate()` of
-    transformers runs through the regions; where it compiles its decode step by itself (static cache on CUDA), that
-    compilation uses this backend too. While gradients are recorded for a region's parameters it runs as plain PyTorch,
-    with one warning. To pickle the whole model, `restore` it first; `state_dict` and `save_pretrained` work as before.
+    The compiled regions are the PLE layers themselves, with dynamic shapes: their graphs do not depend on what else
+    breaks a graph. With `whole_graph=True` transformers' Qwen4Exp is compiled as one graph for prefill, one for decode
+    and one for a chunk on a filled cache: what keeps its class from being captured is replaced on this model's modules
+    (see `ple_compile.whole_graph`), unless its source is not a known one, which is logged. Either way each execution of
+    a PLE layer is a compiled one whatever prompt lengths arrive. `generate()` of transformers runs through the regions;
+    where it compiles its decode step by itself (static cache on CUDA), that compilation uses this backend too. While
+    gradients are recorded for a region's parameters it runs as plain PyTorch, with one warning. To pickle the whole
+    model, `restore` it first; `state_dict` and `save_pretrained` work as before.
 
     Keyword arguments are the fields of `ple_compile.Config`. Calling it again replaces the earlier configuration.
     While a model is compiled, Dynamo's `recompile_limit` is at least 64. Raises ValueError for an unknown option, for a

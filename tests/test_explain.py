@@ -28,10 +28,10 @@ def test_a_model_report_names_layers_and_passes(no_codegen: None, tmp_path: path
 
 
 def test_a_model_that_is_not_compiled_is_compiled_for_the_call_only(no_codegen: None) -> None:
-    model = tiny_model(num_layers=2)
+    model = tiny_model()
     report = ple_compile.explain(model, prompt(7))
-    assert "1 ran fused" in str(report) and "Qwen4ExpTextGatedDeltaNet" in report.replaced
-    assert model.model._compiled_call_impl is None and "forward" not in vars(model.model)
+    assert "1 ran fused" in str(report)
+    assert all(module._compiled_call_impl is None for module in model.modules())
     assert ple_compile.stats() == {"ple_executions": 0}
 
 

@@ -79,7 +79,7 @@ def test_restore_undoes_everything(no_codegen: None) -> None:
     model = tiny_model()
     limit = torch._dynamo.config.recompile_limit
     before = {name: dict(vars(module)) for name, module in model.named_modules()}
-    ple_compile.compile(model)
+    ple_compile.compile(model, whole_graph=True)
     assert "forward" in vars(model.model)
     generate(model, prompt(5))
     ple_compile.restore(model)
@@ -121,12 +121,12 @@ def test_a_model_of_unknown_source_is_compiled_by_layers(
 ) -> None:
     monkeypatch.setattr(ple_compile.whole_graph.sources, "KNOWN", {})
     model = tiny_model()
-    ple_compile.compile(model)
+    ple_compile.compile(model, whole_graph=True)
     assert "each PLE layer is compiled by itself" in caplog.text
     assert model.model.layers[1].ple._compiled_call_impl is not None
     assert model.model._compiled_call_impl is None
     with pytest.raises(ValueError):
-        ple_compile.compile(model, strict=True)
+        ple_compile.compile(model, strict=True, whole_graph=True)
 
 
 def test_gradients_run_as_plain_pytorch(no_codegen: None, caplog: pytest.LogCaptureFixture) -> None:

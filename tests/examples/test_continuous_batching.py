@@ -10,7 +10,10 @@ from examples.reference import tiny
 from examples.reference.packed import PackedPLE
 
 
-@pytest.mark.parametrize("options", [[], ["--chunk-size", "3", "--slots", "2"], ["--backend", "aot_eager"], ["--backend", "ple"]])
+OPTIONS = [[], ["--chunk-size", "3", "--slots", "2"], ["--backend", "aot_eager"], ["--backend", "ple"]]
+
+
+@pytest.mark.parametrize("options", OPTIONS)
 def test_tokens_equal_one_request_at_a_time(options, capsys):
     result = main([*options, "--seed", "1"])
     assert result["requests"] == 12 and result["tokens"] > 50
