@@ -9,7 +9,6 @@ from examples.continuous_batching import Piece, Request, main
 from examples.reference import tiny
 from examples.reference.packed import PackedPLE
 
-
 OPTIONS = [[], ["--chunk-size", "3", "--slots", "2"], ["--backend", "aot_eager"], ["--backend", "ple"]]
 
 
