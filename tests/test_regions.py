@@ -131,7 +131,7 @@ def test_a_model_of_unknown_source_is_compiled_by_layers(
 
 def test_gradients_run_as_plain_pytorch(no_codegen: None, caplog: pytest.LogCaptureFixture) -> None:
     regions._warn_about_gradients.cache_clear()
-    model = tiny_model(num_layers=2)
+    model = tiny_model()
     expected = model(prompt(6)).logits
     ple_compile.compile(model)
     logits = model(prompt(6)).logits
