@@ -193,8 +193,13 @@ def _match(state: Pool, outputs: list[Node]) -> PackedConv:
 
 
 def _verify(conv: PackedConv) -> None:
-    def expected(leaf: dict[Node, torch.Tensor], requests: Requests) -> torch.Tensor:
-        return short_conv(leaf[conv.state.x], leaf[conv.weight], leaf[conv.state.pool], requests, conv.dilation)
+    def expected(leaf: dict[Node, torch.Tensor], requests: Requests) -> list[torch.Tensor]:
+        x, others = leaf[conv.state.x], (leaf[conv.weight], leaf[conv.state.pool], requests, conv.dilation)
+        eager = short_conv(x, *others)
+        if x.dtype.itemsize > 2:
+            return [eager]
+        # Inductor of torch 2.11 drops the two casts between the sum and silu: the graph rounds once less than eager.
+        return [eager, short_conv(x.float(), *others).to(x.dtype)]
 
     _compare(conv, conv.activated, conv.leaves, expected, exact=False)
 
@@ -202,10 +207,10 @@ def _verify(conv: PackedConv) -> None:
 def verify_update(conv: PackedConv) -> None:
     """Raise `Declined` unless the pool's new contents are the requests' newest columns, and all else its old ones."""
 
-    def expected(leaf: dict[Node, torch.Tensor], requests: Requests) -> torch.Tensor:
+    def expected(leaf: dict[Node, torch.Tensor], requests: Requests) -> list[torch.Tensor]:
         pool = leaf[conv.state.pool].clone()
         store_columns(leaf[conv.state.x], pool, requests, conv.reach)
-        return pool
+        return [pool]
 
     _compare(conv, conv.state.new, conv.state.leaves, expected, exact=True)
 
@@ -224,8 +229,8 @@ def find_export(conv: PackedConv, readers: Iterable[Node]) -> tuple[Node, Node]:
             continue
         (boundaries,) = left
 
-        def expected(leaf: dict[Node, torch.Tensor], requests: Requests, at: Node = boundaries) -> torch.Tensor:
-            return columns_at(leaf[conv.state.x], leaf[conv.state.pool], requests, conv.reach, leaf[at])
+        def expected(leaf: dict[Node, torch.Tensor], requests: Requests, at: Node = boundaries) -> list[torch.Tensor]:
+            return [columns_at(leaf[conv.state.x], leaf[conv.state.pool], requests, conv.reach, leaf[at])]
 
         try:
             _compare(conv, node, [*conv.state.leaves, boundaries], expected, exact=True)
@@ -264,7 +269,7 @@ class FewerChannels:
 
 
 def _compare(conv: PackedConv, root: Node, leaves: list[Node], expected, *, exact: bool) -> None:
-    """Raise `Declined` unless `root` equals `expected` for batches of every composition, rounding included."""
+    """Raise `Declined` unless `root` equals one of `expected` for batches of every composition, rounding included."""
     nodes = cone([root], set(leaves))
     stray = [n for n in open_inputs([root], set(leaves)) if n not in leaves]
     if stray:
@@ -280,7 +285,7 @@ def _compare(conv: PackedConv, root: Node, leaves: list[Node], expected, *, exac
                     run.run(nodes)
                     actual = run.env[root]
                     same = _identical if exact else probe.close if precise else probe.same_rounding
-                    if not same(actual, wanted):
+                    if not any(same(actual, one) for one in wanted):
                         raise Declined(f"{root.name} differs from the packed convolution's")
     except (probe.Unprobeable, ValueError, IndexError) as reason:
         raise Declined(str(reason)) from None

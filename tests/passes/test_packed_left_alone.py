@@ -22,10 +22,7 @@ CHANGES = {
     "history of a stale slot": ("short_conv", "torch.where(has_state, from_pool, 0)", "from_pool", "fuse_short_conv"),
     "slot 0 has a convolution": ("short_conv", "(slot != 0)", "(slot != -1)", "fuse_short_conv"),
     "a tap at its request's start": ("short_conv", "place >= lag", "place > lag", "fuse_short_conv"),
-    "a sum that is rounded at every tap": (
-        "short_conv", "weight[:, 0, tap].float()\n        )", "weight[:, 0, tap].float()\n        ).bfloat16().float()",
-        "fuse_short_conv",
-    ),
+    "other weights for history": ("short_conv", "weight[:, 0, tap]", "1.001 * weight[:, 0, tap]", "fuse_short_conv"),
     "empty requests write": ("store_columns", "(length > 0)", "(length > -1)", "merge_gate_conv"),
     "the update loses a column": ("store_columns", "(source < reach +", "(source < reach - 1 +", "merge_gate_conv"),
     "the update forgets old columns": ("history_and_tokens", "has_state.view", "(~has_state).view", "merge_gate_conv"),
