@@ -35,6 +35,12 @@ class _Undo:
         self.attributes.append((module, name, value, vars(module).get(name)))
         setattr(module, name, value)
 
+    def forget(self, module: nn.Module, name: str, theirs: Any, before: Any) -> None:
+        """Put `before` back at the end where `theirs` was found at the start."""
+        for index, (ours_on, ours_named, ours, found) in enumerate(self.attributes):
+            if ours_on is module and ours_named == name and found is theirs:
+                self.attributes[index] = (ours_on, ours_named, ours, before)
+
 
 def compile(model: nn.Module, **config: Any) -> nn.Module:
     """Compile `model` in place with `backend="ple"`, and return it.
@@ -81,10 +87,13 @@ def restore(model: nn.Module) -> nn.Module:
     if undo is None:
         return model
     for module, name, ours, before in undo.attributes:
-        if vars(module).get(name) is ours:  # else somebody has put another one in its place since
+        if vars(module).get(name) is ours:
             delattr(module, name)
             if before is not None:
                 setattr(module, name, before)
+        else:  # somebody has put another one in its place since: what they put back must not be ours
+            for later in _compiled_models.values():
+                later.forget(module, name, ours, before)
     if undo.whole_graph is not None:
         undo.whole_graph()
     for attribute in ("_compiled_call", "_last_compile_config"):  # what transformers compiled for us

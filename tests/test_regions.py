@@ -43,18 +43,22 @@ def test_ten_prompt_lengths_run_compiled(no_codegen: None, ple_layer_ids: tuple[
     assert executions() == len(LENGTHS) * 3 * len(ple_layer_ids)
 
 
+def static_tokens(model: Qwen4ExpForCausalLM, config: CompileConfig | None = None) -> list[torch.Tensor]:
+    """Five tokens for each of three prompts, with a static cache; with `config` transformers compiles the decode."""
+    settings: dict = dict(cache_implementation="static")
+    if config is not None:
+        config._compile_all_devices = True
+        settings["compile_config"] = config
+    return [generate(model, prompt(length), 5, **settings) for length in (5, 11, 20)]
+
+
 @pytest.mark.parametrize("whole_graph", [True, False])
 def test_static_cache_decode_keeps_ple(no_codegen: None, whole_graph: bool) -> None:
     """transformers compiles decode itself for a static cache; `_compile_all_devices` makes it do so on a CPU."""
     model = tiny_model()
-    expected = [generate(model, prompt(length), 5, cache_implementation="static") for length in (5, 11, 20)]
+    expected = static_tokens(model)
     ple_compile.compile(model, whole_graph=whole_graph)
-    config = CompileConfig()
-    config._compile_all_devices = True
-    actual = [
-        generate(model, prompt(length), 5, cache_implementation="static", compile_config=config)
-        for length in (5, 11, 20)
-    ]
+    actual = static_tokens(model, CompileConfig())
     for ours, eager in zip(actual, expected):
         assert torch.equal(ours, eager)
     assert executions() == 3 * 5
@@ -63,13 +67,8 @@ def test_static_cache_decode_keeps_ple(no_codegen: None, whole_graph: bool) -> N
 def test_compile_config_road(no_codegen: None) -> None:
     """`CompileConfig(backend="ple")`: transformers never compiles the prefill."""
     model = tiny_model()
-    expected = [generate(model, prompt(length), 5, cache_implementation="static") for length in (5, 11, 20)]
-    config = CompileConfig(backend="ple", mode=None)
-    config._compile_all_devices = True
-    actual = [
-        generate(model, prompt(length), 5, cache_implementation="static", compile_config=config)
-        for length in (5, 11, 20)
-    ]
+    expected = static_tokens(model)
+    actual = static_tokens(model, CompileConfig(backend="ple", mode=None))
     for ours, eager in zip(actual, expected):
         assert torch.equal(ours, eager)
     assert executions() == 3 * (5 - 1)
@@ -156,9 +155,14 @@ def test_restore_after_the_model_was_changed(no_codegen: None) -> None:
     model.model.layers[1].ple = layer
     ple_compile.restore(model)
     assert "get_compiled_call" not in vars(model)
-    ple_compile.compile(model)
-    ple_compile.compile(model.model)
-    ple_compile.restore(model)
-    ple_compile.restore(model.model)
+
+
+@pytest.mark.parametrize("whole_graph", [True, False])
+@pytest.mark.parametrize("inner_first", [True, False])
+def test_restore_of_a_model_compiled_inside_another(no_codegen: None, whole_graph: bool, inner_first: bool) -> None:
+    model = ple_compile.compile(tiny_model(), whole_graph=whole_graph)
+    ple_compile.compile(model.model, whole_graph=whole_graph)
+    for compiled in (model.model, model) if inner_first else (model, model.model):
+        ple_compile.restore(compiled)
     assert all(module._compiled_call_impl is None for module in model.modules())
     assert all("forward" not in vars(module) for module in model.modules())

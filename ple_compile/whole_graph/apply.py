@@ -143,7 +143,7 @@ def _install_capture_hooks(text_model: Any, undo: Undo) -> None:
     def remove() -> None:
         for module, key in added:
             module._forward_hooks.pop(key, None)
-        text_model._output_capturing_hooks_installed = False
+        vars(text_model).pop("_output_capturing_hooks_installed", None)
 
     if added:
         undo._steps.append(remove)
