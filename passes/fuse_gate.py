@@ -19,7 +19,8 @@ import operator
 
 from torch.fx import Graph, Node
 
-from ple_compile.matching.gate import Declined, Gate, find_gates, verify
+from ple_compile.matching.candidates import accepted
+from ple_compile.matching.gate import Gate, find_gates, verify
 from ple_compile.matching.graph import aten, cone, erase_unused, insert, value
 from ple_compile.ops.gate import gate as gate_op
 from ple_compile.report import GraphReport
@@ -28,14 +29,7 @@ from ple_compile.report import GraphReport
 def fuse_gate(graph: Graph, report: GraphReport) -> int:
     """Rewrite every PLE gate; returns how many."""
     count = 0
-    for node, gate in find_gates(graph):
-        try:
-            if isinstance(gate, Declined):
-                raise gate
-            verify(gate)
-        except Declined as reason:
-            report.declined("fuse_gate", node, str(reason))
-            continue
+    for node, gate in accepted(find_gates(graph), "fuse_gate", report, verify):
         _replace(graph, gate)
         report.matched("fuse_gate", node)
         count += 1

@@ -16,7 +16,7 @@ when something inside is read elsewhere (autograd), or when the probe differs.
 
 from torch.fx import Graph
 
-from ple_compile.matching.gate import Declined
+from ple_compile.matching.candidates import accepted
 from ple_compile.matching.graph import cone, erase_unused, insert, value
 from ple_compile.matching.lookup import find_quantized_lookups
 from ple_compile.ops.dequantized_lookup import dequantized_lookup
@@ -26,10 +26,7 @@ from ple_compile.report import GraphReport
 def fuse_lookup(graph: Graph, report: GraphReport) -> int:
     """Rewrite every lookup in a quantised table; returns how many."""
     count = 0
-    for node, lookup in find_quantized_lookups(graph):
-        if isinstance(lookup, Declined):
-            report.declined("fuse_lookup", node, str(lookup))
-            continue
+    for node, lookup in accepted(find_quantized_lookups(graph), "fuse_lookup", report):
         root = lookup.root
         inside = cone([root], {lookup.ids, lookup.table, lookup.scale})
         dtypes = (lookup.product_dtype, value(root).dtype)

@@ -23,7 +23,7 @@ something inside is read elsewhere, or when the probe differs at every cut.
 from torch.fx import Graph, Node
 
 from ple_compile.matching import packed_ids
-from ple_compile.matching.gate import Declined
+from ple_compile.matching.candidates import Declined
 from ple_compile.matching.graph import cone, erase_unused, insert, value
 from ple_compile.matching.ngram_ids import find_embeddings, match
 from ple_compile.ops.checked_context import checked_context

@@ -23,7 +23,7 @@ not one sequence and at most one state, when something inside is read elsewhere,
 
 from torch.fx import Graph
 
-from ple_compile.matching.gate import Declined
+from ple_compile.matching.candidates import accepted
 from ple_compile.matching.graph import aten, cone, erase_unused, insert
 from ple_compile.matching.packed_conv import find_packed_convs
 from ple_compile.matching.short_conv import find_short_convs, verify
@@ -35,14 +35,7 @@ from ple_compile.report import GraphReport
 def fuse_short_conv(graph: Graph, report: GraphReport) -> int:
     """Rewrite every dilated short convolution; returns how many."""
     count = 0
-    for node, conv in find_short_convs(graph):
-        try:
-            if isinstance(conv, Declined):
-                raise conv
-            verify(conv)
-        except Declined as reason:
-            report.declined("fuse_short_conv", node, str(reason))
-            continue
+    for node, conv in accepted(find_short_convs(graph), "fuse_short_conv", report, verify):
         inside = cone([conv.activated], set(conv.leaves))
         fused = insert(graph, conv.activated, short_conv, (conv.x, conv.weight, conv.state, conv.dilation))
         if conv.transposed:
@@ -56,10 +49,7 @@ def fuse_short_conv(graph: Graph, report: GraphReport) -> int:
 
 def _fuse_packed(graph: Graph, report: GraphReport) -> int:
     count = 0
-    for node, conv in find_packed_convs(graph):
-        if isinstance(conv, Declined):
-            report.declined("fuse_short_conv", node, str(conv))
-            continue
+    for _, conv in accepted(find_packed_convs(graph), "fuse_short_conv", report):
         inside = cone([conv.activated], set(conv.leaves))
         args = (conv.state.x, conv.weight, conv.state.pool, *conv.state.requests, conv.dilation)
         fused = insert(graph, conv.activated, packed_short_conv, args)

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 
 from torch.fx import Graph, Node
 
-from ple_compile.matching.gate import Declined
+from ple_compile.matching.candidates import Declined
 from ple_compile.matching.graph import aten, calls, cone, depends_on, dims, erase_unused, insert, size_node, value
 from ple_compile.matching.packed_conv import PackedConv, find_export, find_pool, verify_update
 from ple_compile.matching.short_conv import ShortConv, find_state_writes

@@ -13,7 +13,7 @@ Declines when a projection has a bias, when the weights are one tensor, differ i
 
 from torch.fx import Graph, Node
 
-from ple_compile.matching.gate import Declined
+from ple_compile.matching.candidates import Declined
 from ple_compile.matching.graph import LAYOUT, aten, calls, dims, erase_unused, insert, source, value
 from ple_compile.ops.gate import gate as gate_op
 from ple_compile.ops.kv_proj import kv_proj

@@ -10,7 +10,7 @@ import torch
 from torch.fx import Graph
 
 import ple_compile.passes as passes
-from ple_compile import ops, upstream
+from ple_compile import upstream
 from ple_compile.config import Config
 from ple_compile.passes.fuse_gate import fuse_gate
 from ple_compile.passes.fuse_lookup import fuse_lookup
@@ -46,7 +46,7 @@ class DeclinedError(RuntimeError):
 @functools.cache
 def source_hash() -> str:
     """Hash of every source file of this package: part of the key under which Inductor caches compiled graphs."""
-    folders = [pathlib.Path(__file__).parent, pathlib.Path(passes.__file__).parent, pathlib.Path(ops.__file__).parent]
+    folders = [pathlib.Path(__file__).parent, pathlib.Path(passes.__file__).parent]
     files = sorted({file for folder in folders for file in folder.rglob("*.py")})
     digest = hashlib.sha256()
     for file in files:

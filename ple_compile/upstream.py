@@ -13,16 +13,14 @@ import sympy
 import torch
 from torch._dynamo import config as dynamo_config
 from torch._dynamo.utils import counters
-from torch._guards import TracingContext, detect_fake_mode
+from torch._guards import detect_fake_mode
 from torch._inductor import config as inductor_config
 from torch._inductor import list_mode_options
-from torch._inductor.codecache import sha256_hash
 from torch._inductor.compile_fx import compile_fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.fx_passes.control_dependencies import preserve_node_ordering
 from torch._inductor.pattern_matcher import stable_topological_sort
 from torch._inductor.runtime.cache_dir_utils import cache_dir
-from torch._logging import trace_structured
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.passes.graph_transform_observer import GraphTransformObserver
 from torch.utils._python_dispatch import _disable_current_modes
@@ -32,7 +30,6 @@ __all__ = [
     "CustomGraphPass",
     "FakeTensor",
     "GraphTransformObserver",
-    "TracingContext",
     "cache_dir",
     "compile_fx",
     "counters",
@@ -44,7 +41,6 @@ __all__ = [
     "free_symbols",
     "graph_break",
     "guards_hold",
-    "hint",
     "is_backed",
     "inductor_config",
     "list_mode_options",
@@ -52,13 +48,11 @@ __all__ = [
     "preserve_node_ordering",
     "raise_recompile_limit",
     "reset_recompile_limit",
-    "sha256_hash",
     "stable_topological_sort",
     "substitute",
     "run_custom_pass",
     "symbol_hint",
     "symbol_range",
-    "trace_structured",
     "tree_leaves",
 ]
 
@@ -164,11 +158,6 @@ def free_symbols(size: Any) -> set:
 
 def _shape_env(size: torch.SymInt) -> Any:
     return size.node.shape_env
-
-
-def hint(size: torch.SymInt) -> int:
-    """The value the size had when the graph was traced."""
-    return int(size.node.hint)
 
 
 def symbol_range(size: torch.SymInt, symbol: Any) -> tuple[int, int]:

@@ -12,6 +12,7 @@ import torch
 from torch.fx import Graph, Node
 
 from ple_compile.matching import probe
+from ple_compile.matching.candidates import Declined
 from ple_compile.matching.graph import (
     CASTS,
     LAYOUT,
@@ -33,10 +34,6 @@ from ple_compile.matching.graph import (
 # Walking up from a sigmoid stops at these: what they produce is an input of the gate, never part of it.
 PRODUCERS = {aten.mm.default, aten.addmm.default, aten.embedding.default, aten.convolution.default, aten.cat.default}
 MOST_STEPS = 64
-
-
-class Declined(Exception):
-    """A candidate is not the op; the message is the reason that `explain` shows."""
 
 
 @dataclass(frozen=True)

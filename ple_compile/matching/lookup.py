@@ -14,7 +14,7 @@ import torch
 from torch.fx import Graph, Node
 
 from ple_compile.matching import probe
-from ple_compile.matching.gate import Declined
+from ple_compile.matching.candidates import Declined
 from ple_compile.matching.graph import (
     CASTS,
     DEVICE_COPIES,
@@ -271,13 +271,8 @@ def _draw_scales(lookup: QuantizedLookup, generator: torch.Generator) -> tuple[t
     return scale, draw(1) if lookup.table_scale is not None else None
 
 
-@dataclass(frozen=True)
-class _FewerIds:
+class _FewerIds(probe.TokenResize):
     """Runs the arithmetic on fewer ids than are baked in; it treats every id by itself."""
-
-    before: tuple[int, ...]
-    after: tuple[int, ...]
-    dependent: frozenset[Node]
 
     @classmethod
     def of(cls, lookup: QuantizedLookup, nodes: list[Node]) -> "_FewerIds | None":
@@ -290,27 +285,8 @@ class _FewerIds:
         leaves = {lookup.gather} | ({lookup.scale_rows} if lookup.scale_rows is not None else set())
         return cls(before, after, frozenset(leaves | depends_on(nodes, leaves)))
 
-    def shape(self, node: Node) -> tuple[int, ...]:
-        shape, ids = tuple(value(node).shape), len(self.before)
-        if node not in self.dependent:
-            return shape
-        if shape[:ids] == self.before:
-            return self.after + shape[ids:]
-        total = torch.Size(self.before).numel()
-        if shape[:1] == (total,):
-            return (torch.Size(self.after).numel(),) + shape[1:]
-        raise probe.Unprobeable(f"{node.format_node()} mixes ids, so it cannot be probed at a smaller size")
-
-    def run(self, node: Node, args: tuple, kwargs: dict) -> torch.Tensor | None:
-        if node not in self.dependent or not is_tensor(node):
-            return None
-        shape = self.shape(node)
-        if calls(node, {aten.reshape.default, aten.view.default, aten._unsafe_view.default}):
-            return args[0].reshape(shape)
-        if calls(node, {aten.expand.default}):
-            return args[0].expand(shape)
+    def check(self, node: Node) -> None:
         if calls(node, JOINS | PARTS):
             dim: Any = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)
             if dim % value(node).dim() < (len(self.before) if value(node).shape[:1] == self.before[:1] else 1):
                 raise probe.Unprobeable(f"{node.format_node()} mixes ids, so it cannot be probed at a smaller size")
-        return None

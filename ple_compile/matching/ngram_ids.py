@@ -11,7 +11,7 @@ import torch
 from torch.fx import Graph, Node
 
 from ple_compile.matching import probe
-from ple_compile.matching.gate import Declined
+from ple_compile.matching.candidates import Declined
 from ple_compile.matching.graph import (
     CASTS,
     DEVICE_COPIES,

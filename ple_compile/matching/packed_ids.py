@@ -11,7 +11,7 @@ import torch
 from torch.fx import Node
 
 from ple_compile.matching import ngram_ids, probe
-from ple_compile.matching.gate import Declined
+from ple_compile.matching.candidates import Declined
 from ple_compile.matching.graph import calls, cone, depends_on, dims, is_tensor, open_inputs, outside_reader, value
 from ple_compile.matching.packed_batch import draw_starts, sizes_of_batches
 

@@ -185,13 +185,17 @@ class TokenResize:
             return args[0].reshape(shape)
         if calls(node, {aten.expand.default}):
             return args[0].expand(shape)
+        self.check(node)
+        return None
+
+    def check(self, node: Node) -> None:
+        """Raise `Unprobeable` for an op that may mix tokens."""
         reduces_inside = calls(node, {aten.sum.dim_IntList, aten.mean.dim}) and all(
             d % value(node.args[0]).dim() >= len(self.before) for d in node.args[1]
         )
         layout = {aten.unsqueeze.default, aten.clone.default, prims.convert_element_type.default, aten.squeeze.dim}
         if not (is_pointwise(node) or reduces_inside or calls(node, layout)):
             raise Unprobeable(f"{node.format_node()} may mix tokens, so it cannot be probed at a smaller size")
-        return None
 
 
 class ChannelResize:
