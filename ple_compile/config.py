@@ -31,6 +31,9 @@ class Config:
     etp_max_tokens: the most tokens that a rank looks up in one step; more is an error on every rank.
     mode: Inductor's mode ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs").
         It is a field because `torch.compile` refuses `mode` and `options` together.
+    debug: check on the host that the ids of fused lookups in host and quantised tables lie inside the table, and that
+        the context of packed requests holds no placeholder; a wrong value is named in a ValueError. Waits for the
+        device at each check.
     strict: raise when a pass that applies to a graph declined, instead of leaving that part to Inductor.
     whole_graph: let `ple_compile.compile` put forwards that one graph can hold on transformers' Qwen4Exp and compile
         the whole text model, rather than each PLE layer by itself. In bf16 the rest of the model then rounds as
@@ -53,6 +56,7 @@ class Config:
     etp_lowering: str = "auto"
     etp_max_tokens: int = 8192
     mode: str = "default"
+    debug: bool = False
     strict: bool = False
     whole_graph: bool = False
     inductor: dict[str, Any] = field(default_factory=dict)

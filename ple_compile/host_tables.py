@@ -20,6 +20,7 @@ from torch.fx import GraphModule
 
 from ple_compile import upstream
 from ple_compile.config import Config
+from ple_compile.ops.checked_ids import checked_ids
 from ple_compile.ops.lookup import lookup
 from ple_compile.tables import pinning
 
@@ -66,8 +67,10 @@ def take_over(gm: GraphModule, example_inputs: list[Any], config: Config) -> lis
         device = _traced(lookups[0][1]).device
         for embedding, ids in lookups:
             with gm.graph.inserting_before(embedding):
-                rows = gm.graph.call_function(lookup, (node, ids))
-            rows.meta.update({k: v for k, v in embedding.meta.items() if k != "example_value"})
+                known = gm.graph.call_function(checked_ids, (node, ids)) if config.debug else ids
+                rows = gm.graph.call_function(lookup, (node, known))
+            for made in (rows, known) if config.debug else (rows,):
+                made.meta.update({k: v for k, v in embedding.meta.items() if k != "example_value"})
             embedding.replace_all_uses_with(rows)
             moved = embedding.args[0]
             gm.graph.erase_node(embedding)

@@ -30,6 +30,8 @@ SCHEDULE = (prefetch_lookup,)
 
 # What a pass needs to know beside the graph: fields of the configuration, or facts about the compilation.
 SETTINGS: dict[str, tuple[str, ...]] = {
+    "fuse_ngram_ids": ("debug",),
+    "fuse_lookup": ("debug",),
     "merge_kv_proj": ("training",),
     "lower_lookup": ("etp_lowering", "etp_max_tokens"),
     "prefetch_lookup": ("prefetch_distance",),

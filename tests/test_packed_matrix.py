@@ -186,3 +186,19 @@ def test_through_inductor() -> None:
             expected = case.call(layer, *arguments[:3], eagers, arguments[4])
             for a, e in zip((*actual, ours), (*expected, eagers), strict=True):
                 assert_equal(a.nan_to_num(), e.nan_to_num())
+
+
+def test_debug_names_a_placeholder_in_the_context() -> None:
+    torch._dynamo.reset()
+    case, traced = Case(), Traced()
+    layer = case.layer()
+    arguments = case.arguments(layer, (3, 1, 4), 3)
+    backend = passes_backend(traced, Options(debug=True))
+    compiled = torch.compile(case.call, backend=backend, dynamic=True, fullgraph=True)
+    with torch.no_grad():
+        expected = case.call(layer, *arguments[:3], arguments[3].clone(), None)[0]
+        assert_equal(compiled(layer, *arguments[:3], arguments[3].clone(), None)[0], expected)
+        arguments[2].ngram_context[1, 0] = -1
+        with pytest.raises(ValueError, match=r"ngram_context\[1, 0\] is -1"):
+            compiled(layer, *arguments)
+    assert "ple.checked_context.default" in traced.targets()

@@ -13,10 +13,16 @@ import torch
 _LIBRARY = torch.library.Library("ple", "DEF")
 
 
-def define(schema: str, *, cpu: Callable, cuda: Callable, fake: Callable) -> torch._ops.OpOverload:
-    """Register `ple::<schema>` with its CPU reference, its CUDA launcher and its fake (meta) implementation."""
+def define(
+    schema: str, *, cpu: Callable, cuda: Callable, fake: Callable, on_host: bool = False
+) -> torch._ops.OpOverload:
+    """Register `ple::<schema>` with its CPU reference, its CUDA launcher and its fake (meta) implementation.
+
+    An op that reads values `on_host` is left out of the CUDA graphs that Inductor makes.
+    """
     name = schema.split("(", 1)[0]
-    _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order))
+    tags = [torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order]
+    _LIBRARY.define(schema, tags=(*tags, torch.Tag.cudagraph_unsafe) if on_host else tags)
     _LIBRARY.impl(name, cpu, "CPU")
     _LIBRARY.impl(name, _on_its_device(cuda), "CUDA")
     torch.library.register_fake(f"ple::{name}", fake, lib=_LIBRARY)

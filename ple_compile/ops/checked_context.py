@@ -32,4 +32,6 @@ def fake(context: Tensor) -> Tensor:
     return context.clone()
 
 
-checked_context = define("checked_context(Tensor context) -> Tensor", cpu=reference, cuda=reference, fake=fake)
+checked_context = define(
+    "checked_context(Tensor context) -> Tensor", cpu=reference, cuda=reference, fake=fake, on_host=True
+)

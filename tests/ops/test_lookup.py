@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from ple_compile.ops import lookup, lookup_async
+from ple_compile.ops.checked_ids import checked_ids
 
 IMPLEMENTATIONS = [lookup.reference, lookup.launch]
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.uint8, torch.bool]
@@ -64,10 +65,13 @@ def test_ids_outside_are_reported():
     table, ids = make_table(10, 4), torch.tensor([[3, 10], [-1, 0]])
     with pytest.raises(ValueError, match="2 of 4 ids lie outside the table of 10 rows, 10 for one"):
         lookup.check_ids(table, ids)
-    for function in (torch.ops.ple.lookup, torch.ops.ple.lookup_start):
+    for function in (torch.ops.ple.lookup, torch.ops.ple.lookup_start, checked_ids):
         with pytest.raises(ValueError, match="outside the table"):
             function(table, ids)
-    lookup.check_ids(table, ids.clamp(0, 9))
+    inside = ids.clamp(0, 9)
+    lookup.check_ids(table, inside)
+    assert torch.equal(checked_ids(table, inside), inside)
+    torch.library.opcheck(checked_ids, (table, inside))
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)

@@ -19,8 +19,9 @@ ROWS, WIDTH = 64, 32
 class Fused:
     """`torch.compile` with this pass alone; remembers the graphs and the report of the last compilation."""
 
-    def __init__(self, function, **options):
+    def __init__(self, function, *, debug=False, **options):
         torch._dynamo.reset()
+        self.debug = debug
         self.report, self.graph = GraphReport(), ""
         self.call = torch.compile(function, backend=self.backend, fullgraph=True, **options)
 
@@ -30,7 +31,7 @@ class Fused:
 
     def rewrite(self, graph):
         with upstream.no_dispatch_modes(), torch.no_grad():
-            fuse_lookup(graph, self.report)
+            fuse_lookup(graph, self.report, debug=self.debug)
         upstream.stable_topological_sort(graph)
         graph.lint()
         self.graph = printed(graph)
@@ -240,6 +241,17 @@ def test_two_readers_of_the_rows():
 
     fused, some = Fused(both), ids()
     assert torch.equal(fused(some), both(some)) and fused.report.counts() == {"fuse_lookup": 1}
+
+
+def test_debug_checks_the_ids():
+    module, _ = quantized(CLASSES[0])
+    fused, wanted = Fused(module, debug=True), ids()
+    with torch.no_grad():
+        assert torch.equal(fused(wanted), module(wanted))
+        wanted[0, 0] = ROWS
+        with pytest.raises(ValueError, match=f"4 of 40 ids lie outside the table of {ROWS} rows, {ROWS} for one"):
+            fused(wanted)
+    assert fused.graph.index("ple.checked_ids") < fused.graph.index("ple.dequantized_lookup")
 
 
 def test_plain_tables_are_not_touched():

@@ -392,6 +392,14 @@ def test_the_transformers_model():
     assert_expected("prefetch_lookup.transformers", outline(found.graphs[0].graph))
 
 
+def test_debug_checks_the_ids_before_the_lookup_starts():
+    model = offloaded(2)
+    found, actual, expected = traced(model, *model.inputs(), debug=True)
+    assert torch.equal(actual, expected) and found.counts()["prefetch_lookup"] == 1
+    targets = [str(node.target) for node in found.graphs[0].graph.nodes]
+    assert targets.index("ple.checked_ids.default") < targets.index("ple.lookup_start.default")
+
+
 def test_the_reader_of_the_rows_decides_where_the_wait_goes():
     """Not the lookup's own place, which in a functional graph is anywhere."""
 
