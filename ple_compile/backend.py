@@ -37,7 +37,7 @@ def compile_graph(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], confi
     inputs = list(example_inputs)
     # Before the record is looked for: whether a table is page-locked decides what the graph is.
     tables = host_tables.take_over(gm, inputs, config)
-    record = records.find(gm, inputs, str(fuse.uuid()))
+    record = records.find(gm, inputs, f"{fuse.uuid()} {upstream.inductor_settings(patches)}")
     fuse.nonce = record.nonce
     patches[name] = fuse
     compiled: Any = upstream.compile_fx(gm, inputs, config_patches=patches)

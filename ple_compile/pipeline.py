@@ -5,6 +5,7 @@ import hashlib
 import logging
 import pathlib
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch.fx import Graph
@@ -91,22 +92,31 @@ def run(graph: Graph, config: Config, report: GraphReport, **settings: bool) -> 
             if not getattr(config, name):
                 continue
             keywords = {key: facts[key] for key in SETTINGS.get(name, ())}
-            upstream.GraphTransformObserver(graph.owning_module, name, "post_grad_passes").apply_graph_pass(
-                functools.partial(_apply, function, report, keywords)
-            )
+            apply = _Application(function, report, keywords)
+            # PyTorch's own switches and its bisector may leave a pass out here.
+            upstream.GraphTransformObserver(graph.owning_module, name, "post_grad_passes").apply_graph_pass(apply)
+            if not apply.called:
+                report.switched_off(name, "left out by Inductor's disabled_passes or by its bisector")
     report.ple_layers = _complete_layers(report)
-    for event in report.declines():
-        log.info("%s declined at %s: %s", event.pass_name, event.layer or event.node, event.reason)
     if config.strict and report.declines():
         lines = [f"{e.pass_name} at {e.layer or e.node}: {e.reason}" for e in report.declines()]
         raise DeclinedError("Config.strict is set and these passes declined:\n  " + "\n  ".join(lines))
 
 
-def _apply(function: Callable, report: GraphReport, keywords: dict, graph: Graph) -> None:
-    if function(graph, report, **keywords):
-        upstream.stable_topological_sort(graph)
-        graph.lint()
-        log.debug("after %s:\n%s", function.__name__, graph)
+class _Application:
+    """One pass with its settings, and whether it was called."""
+
+    def __init__(self, function: Callable, report: GraphReport, settings: dict[str, Any]):
+        self.function, self.report, self.settings = function, report, settings
+        self.called = False
+
+    def __call__(self, graph: Graph) -> None:
+        self.called = True
+        if self.function(graph, self.report, **self.settings):
+            upstream.stable_topological_sort(graph)
+            graph.lint()
+            log.debug("after %s:\n%s", self.function.__name__, graph)
+            upstream.trace_artifact(f"ple_compile_after_{self.function.__name__}", lambda: str(graph))
 
 
 def _complete_layers(report: GraphReport) -> int:

@@ -7,6 +7,7 @@ file, so that counters, `explain` and `stats` say the same as at the first compi
 import contextlib
 import hashlib
 import json
+import logging
 import os
 import pathlib
 import secrets
@@ -23,6 +24,9 @@ from ple_compile.report import GraphReport
 
 _collectors: list[list[tuple[str, GraphReport]]] = []
 _regions: list[str] = []
+_warned: set[str] = set()
+
+log = logging.getLogger("ple_compile")
 
 
 @dataclass(frozen=True)
@@ -69,9 +73,25 @@ def _write(file: pathlib.Path, data: dict[str, Any]) -> None:
 
 
 def publish(report: GraphReport) -> None:
-    """Count a compiled graph's rewrites where PyTorch's own passes count theirs."""
+    """Count a compiled graph's rewrites where PyTorch's own passes count theirs, and log what did not happen.
+
+    Each pass that declined is a warning once, with the first place and reason; the others are INFO.
+    """
     for name, count in report.counts().items():
         upstream.counters["ple_compile"][name] += count
+    for event in report.declines():
+        first = event.pass_name not in _warned
+        _warned.add(event.pass_name)
+        more = "; ple_compile.explain(model, ...) lists every place" if first else ""
+        where = event.layer or event.node
+        log.log(
+            logging.WARNING if first else logging.INFO,
+            "%s declined at %s: %s%s",
+            event.pass_name,
+            where,
+            event.reason,
+            more,
+        )
 
 
 @contextlib.contextmanager

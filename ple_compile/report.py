@@ -36,6 +36,9 @@ class GraphReport:
     def not_applicable(self, pass_name: str, node: Any, reason: str) -> None:
         self._add(pass_name, NOT_APPLICABLE, node, reason)
 
+    def switched_off(self, pass_name: str, reason: str) -> None:
+        self.events.append(Event(pass_name, NOT_APPLICABLE, "", reason))
+
     def _add(self, pass_name: str, status: str, node: Any, reason: str) -> None:
         from ple_compile.matching.graph import layer_of, source_line
 

@@ -21,6 +21,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.fx_passes.control_dependencies import preserve_node_ordering
 from torch._inductor.pattern_matcher import stable_topological_sort
 from torch._inductor.runtime.cache_dir_utils import cache_dir
+from torch._logging import trace_structured
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.passes.graph_transform_observer import GraphTransformObserver
 from torch.utils._python_dispatch import _disable_current_modes
@@ -43,6 +44,7 @@ __all__ = [
     "guards_hold",
     "is_backed",
     "inductor_config",
+    "inductor_settings",
     "list_mode_options",
     "no_dispatch_modes",
     "preserve_node_ordering",
@@ -53,6 +55,7 @@ __all__ = [
     "run_custom_pass",
     "symbol_hint",
     "symbol_range",
+    "trace_artifact",
     "tree_leaves",
 ]
 
@@ -78,6 +81,17 @@ def reset_recompile_limit() -> None:
     global _recompile_limit
     if _recompile_limit is not None:
         dynamo_config.recompile_limit, _recompile_limit = _recompile_limit, None
+
+
+def inductor_settings(patches: dict[str, Any]) -> str:
+    """What of Inductor's configuration, with `patches`, is part of its cache key."""
+    with inductor_config.patch(patches):
+        return repr(sorted(inductor_config.save_config_portable().items()))
+
+
+def trace_artifact(name: str, text: Callable[[], str]) -> None:
+    """Write a text into the structured trace that tlparse reads (`TORCH_TRACE=folder`), where there is one."""
+    trace_structured("artifact", metadata_fn=lambda: {"name": name, "encoding": "string"}, payload_fn=text)
 
 
 def custom_passes(value: Any) -> list[Callable]:

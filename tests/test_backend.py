@@ -34,7 +34,10 @@ def test_generated_code_calls_the_fused_ops(fresh_dynamo: None) -> None:
         assert sum(f"torch.ops.ple.{op}.default(" in text for text in code) == 1
     passes = ("fuse_short_conv", "fuse_gate", "fuse_ngram_ids", "merge_kv_proj", "merge_gate_conv")
     assert dict(upstream.counters["ple_compile"]) == dict.fromkeys(passes, 1)
-    compiled(layer, streams, ids, mask, ours)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        compiled(layer, streams, ids, mask, ours)
+    ranges = {event.key for event in profile.key_averages()}
+    assert ranges >= {"ple::ngram_ids", "ple::kv_proj", "ple::gate_conv_update_"}
     assert ple_compile.stats() == {"ple_executions": 2}
 
 
