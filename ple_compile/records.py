@@ -65,11 +65,18 @@ def resolve(record: Record, fuse: FusePass) -> GraphReport:
 
 
 def _write(file: pathlib.Path, data: dict[str, Any]) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=file.parent)
-    with os.fdopen(handle, "w") as out:
-        json.dump(data, out)
-    os.replace(name, file)
+    """Write a record whole or not at all; without it the graph is compiled anew in the next process."""
+    text, partial = json.dumps(data), None
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        handle, partial = tempfile.mkstemp(dir=file.parent)
+        with os.fdopen(handle, "w") as out:
+            out.write(text)
+        os.replace(partial, file)
+    except OSError as error:
+        log.warning("the report of a compiled graph could not be kept in %s: %s", file.parent, error)
+        if partial is not None:
+            pathlib.Path(partial).unlink(missing_ok=True)
 
 
 def publish(report: GraphReport) -> None:

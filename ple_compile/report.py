@@ -60,4 +60,6 @@ class GraphReport:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> "GraphReport":
+        if not isinstance(data["ple_layers"], int):
+            raise ValueError(f"ple_layers is {data['ple_layers']!r}, no number of layers")
         return cls([Event(**event) for event in data["events"]], data["ple_layers"])

@@ -1,0 +1,41 @@
+"""Records of compiled graphs on a disk that is full, read-only or damaged."""
+
+import json
+import logging
+import pathlib
+
+import pytest
+
+from ple_compile import records
+from ple_compile.report import MATCHED, Event, GraphReport
+
+
+@pytest.mark.parametrize("fault", ["mkdir", "replace"])
+def test_a_record_that_cannot_be_written_is_a_warning(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, fault: str
+) -> None:
+    def full(*args: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    file = tmp_path / "ple_compile" / "graph.json"
+    if fault == "mkdir":
+        (tmp_path / "ple_compile").write_text("a file where the folder should be")
+    else:
+        monkeypatch.setattr("os.replace", full)
+    with caplog.at_level(logging.WARNING, "ple_compile"):
+        records._write(file, {"nonce": "1"})
+    assert "could not be kept" in caplog.text
+    assert fault == "mkdir" or list(file.parent.iterdir()) == []
+
+
+def test_a_report_survives_the_record() -> None:
+    report = GraphReport([Event("fuse_gate", MATCHED, "layers.1.ple", node="mul")], 1)
+    assert GraphReport.from_dict(json.loads(json.dumps(report.to_dict()))) == report
+
+
+@pytest.mark.parametrize(
+    "data", ["[]", '{"events": [], "ple_layers": "2"}', '{"events": [{"pass": 1}], "ple_layers": 1}']
+)
+def test_other_content_is_no_report(data: str) -> None:
+    with pytest.raises((ValueError, KeyError, TypeError)):
+        GraphReport.from_dict(json.loads(data))
