@@ -23,7 +23,6 @@ Declines when the ids are read later than a write to what they are computed from
 random numbers, and when the table is written to between start and use.
 """
 
-import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,6 +37,7 @@ from ple_compile.matching.graph import (
     cone,
     insert,
     is_tensor,
+    numbered_layer,
     open_inputs,
     origin,
     tensor_inputs,
@@ -47,7 +47,6 @@ from ple_compile.ops.lookup import lookup
 from ple_compile.ops.lookup_async import lookup_start, lookup_wait
 from ple_compile.report import GraphReport
 
-_LAYER = re.compile(r"^(.*?)\.(\d+)(?:\.|$)")
 # Nodes that Inductor runs as kernels of their own, so that others can be ordered against them.
 _PRODUCTS = {
     aten.mm.default,
@@ -141,33 +140,18 @@ def _hold_apart(order: dict[Node, OrderedSet], prefetch: _Prefetch, start: Node,
 def _start_before(graph: Graph, node: Node, distance: int | str, hoisted: set[Node]) -> tuple[Node, str]:
     """(the node before which the lookup starts, that place in words)."""
     earliest = next(n for n in graph.nodes if n.op != "placeholder")
-    layer = _numbered_layer(node)
+    layer = numbered_layer(node)
     if distance == "earliest":
         return earliest, "starts first in its graph"
     if layer is None:
         return earliest, "starts first in its graph, which shows no layers"
     container, number = layer[0], layer[1] - int(distance)
-    inside = [n for n in _before(node) if n not in hoisted and _numbered_layer(n) == (container, number)]
+    inside = [n for n in _before(node) if n not in hoisted and numbered_layer(n) == (container, number)]
     if not inside:
         return earliest, f"starts first in its graph, which has no {container}.{number}"
     # What reads the layer before begins the layer; constants may stand anywhere.
-    entering = [n for n in inside if any(_numbered_layer(i) == (container, number - 1) for i in tensor_inputs(n))]
+    entering = [n for n in inside if any(numbered_layer(i) == (container, number - 1) for i in tensor_inputs(n))]
     return (entering or inside)[0], f"starts with {container}.{number}"
-
-
-def _numbered_layer(node: Node) -> tuple[str, int] | None:
-    """("model.layers", 3) for a node of `model.layers.3`: the outermost numbered module that it comes from."""
-    for path, _ in (node.meta.get("nn_module_stack") or {}).values():
-        found = _LAYER.match(_dotted(path))
-        if found:
-            return found.group(1), int(found.group(2))
-    return None
-
-
-def _dotted(path: str) -> str:
-    """Dynamo's `L['self'].model.layers[0].ple` or `layers.0` as `model.layers.0.ple`."""
-    path = re.sub(r"^L\['self'\]\.?", "", path)
-    return re.sub(r"\[['\"]?(\w+)['\"]?\]", r".\1", path).replace("._modules.", ".").lstrip(".")
 
 
 def _before(node: Node) -> list[Node]:

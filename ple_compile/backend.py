@@ -32,7 +32,8 @@ def compile_graph(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], confi
     name = "post_grad_custom_pre_pass"
     users = upstream.custom_passes(patches.get(name, getattr(upstream.inductor_config, name)))
     training = torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in example_inputs)
-    fuse = FusePass(config, training, users)
+    names = [upstream.input_name(node) for node in gm.graph.find_nodes(op="placeholder")]
+    fuse = FusePass(config, training, users, names)
     graph_break = upstream.graph_break(gm)
     inputs = list(example_inputs)
     # Before the record is looked for: whether a table is page-locked decides what the graph is.
@@ -47,7 +48,7 @@ def compile_graph(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], confi
 
     def run(*args: Any) -> Any:
         count_executions(report.ple_layers)
-        records.executed(report)
+        records.executed(report, args)
         return compiled(*(host_tables.views(tables, args) if tables else args))
 
     return run

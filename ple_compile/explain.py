@@ -1,18 +1,36 @@
 """`ple_compile.explain`: run a call once, compiled, and tell what was fused, what was not and why."""
 
 import copy
+import dataclasses
 import json
 import pathlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
-from ple_compile import records, regions, stats, upstream
+from ple_compile import layer_graphs, records, regions, stats, upstream
+from ple_compile.facts import TableFacts, environment, table_facts
+from ple_compile.layer_graphs import LayerGraph
 from ple_compile.layers import find_ple_layers
 from ple_compile.report import DECLINED, Event, GraphReport
+from ple_compile.savings import Savings, savings
+
+
+@dataclass(frozen=True)
+class LayerRun:
+    """One PLE layer in one compiled graph that ran. `graph`: which of the report's; `sizes`: of its symbols."""
+
+    layer: str
+    graph: int
+    found: LayerGraph
+    sizes: dict[str, int]
+
+    @property
+    def savings(self) -> Savings:
+        return savings(self.found.drawing, self.sizes)
 
 
 @dataclass(frozen=True)
@@ -23,21 +41,92 @@ class Report:
     layers: list[str]
     replaced: list[str]
     graphs: list[tuple[str, GraphReport]]
+    tables: list[TableFacts] = field(default_factory=list)
+    environment: dict[str, str] = field(default_factory=dict)
 
     def events(self) -> list[tuple[str, Event]]:
         """(layer, event) of every pass at every place, each once."""
-        found = [(_layer(self.layers, region, event), event) for region, graph in self.graphs for event in graph.events]
+        found = [
+            (_layer(self._known(graph), region, event.layer), event)
+            for region, graph in self.graphs
+            for event in graph.events
+        ]
         return list(dict.fromkeys(found))
 
+    def _known(self, graph: GraphReport) -> list[str]:
+        """The model's PLE layers; of a function, which has no names for them, those that its graph shows."""
+        return self.layers or [part.layer for part in graph.layer_graphs if part.layer]
+
+    def layer_runs(self) -> list[LayerRun]:
+        """Every PLE layer that ran compiled, once for each graph and each set of sizes."""
+        found: list[LayerRun] = []
+        for index, (region, graph) in enumerate(self.graphs):
+            for part in graph.layer_graphs:
+                run = LayerRun(_layer(self._known(graph), region, part.layer), index, part, graph.sizes)
+                if not any((r.layer, r.found, r.sizes) == (run.layer, run.found, run.sizes) for r in found):
+                    found.append(run)
+        return found
+
     def to_dict(self) -> dict[str, Any]:
-        """The report as plain lists and dicts."""
-        graphs = [{"region": region, "graph_break": g.graph_break, **g.to_dict()} for region, g in self.graphs]
-        return {"model": self.model, "layers": self.layers, "replaced": self.replaced, "graphs": graphs}
+        """The report as plain lists and dicts.
+
+        model, layers: the class, and the names of its PLE layers. replaced: classes whose forward was replaced.
+        environment: versions and device. tables: each n-gram table's `name`, `rows`, `width`, `format`, `placement`,
+        `sharding` and `nbytes`.
+
+        graphs: the compiled graphs in the order of execution, each with `region` (the module compiled by itself),
+        `graph_break` (why it ended), `ple_layers` (complete ones, run fused), `events` (what each pass did where:
+        `pass_name`, `status`, `layer`, `reason`, `node`, `source`), `symbols` (symbolic sizes, each with the `argument`
+        that holds it and its `name`), `sizes` (their values in this call) and `layer_graphs`.
+
+        layer_graphs: the PLE layers of a graph: `layer`, `path` (in the graph), `drawing` (an index), `names` of its
+        nodes, `prefetches` (`start`, `wait`, the layers `starts_in` and `waits_in`, `launches` and `products` between),
+        `savings` (`launches_before`, `launches_after`, `bytes_before`, `bytes_after`, `formula`), and `collectives`
+        (op: how many in each run).
+
+        drawings: the distinct graphs of layers. `nodes`: `target`, `shape`, `dtype`, `device`, `module` (below the
+        layer), `source` (an index in `sources`, or -1), `before` and `after` (indices of its inputs in the graph before
+        and after the passes, null where it is not in that graph), `made_by` and `removed_by` (passes), `launches`,
+        `writes` (new memory), `output` (read outside the layer); `sources`: `file`, `line`, `function`, `code`;
+        `omitted`: how many nodes were too many to keep.
+        """
+        drawn = layer_graphs.to_dict([part for _, graph in self.graphs for part in graph.layer_graphs])
+        entries = iter(drawn["layer_graphs"])
+        graphs = []
+        for region, graph in self.graphs:
+            told = {**graph.to_dict(), "region": region, "graph_break": graph.graph_break, "sizes": graph.sizes}
+            del told["drawings"]
+            told["layer_graphs"] = [
+                {
+                    **next(entries),
+                    "layer": _layer(self._known(graph), region, part.layer),
+                    "path": part.layer,
+                    "savings": dataclasses.asdict(savings(part.drawing, graph.sizes)),
+                    "collectives": part.drawing.collectives(),
+                }
+                for part in graph.layer_graphs
+            ]
+            graphs.append(told)
+        return {
+            "model": self.model,
+            "layers": self.layers,
+            "replaced": self.replaced,
+            "environment": self.environment,
+            "tables": [dataclasses.asdict(table) for table in self.tables],
+            "graphs": graphs,
+            "drawings": drawn["drawings"],
+        }
 
     def save(self, path: str | pathlib.Path) -> None:
-        """Write the report: JSON where the name ends in .json, text otherwise."""
+        """Write the report: a page to look at where the name ends in .html, JSON for .json, text otherwise."""
+        from ple_compile.page import render
+
         path = pathlib.Path(path)
-        path.write_text(json.dumps(self.to_dict(), indent=1) if path.suffix == ".json" else str(self))
+        forms: dict[str, Callable[[], str]] = {
+            ".html": lambda: render(self),
+            ".json": lambda: json.dumps(self.to_dict(), indent=1),
+        }
+        path.write_text(forms.get(path.suffix, self.__str__)(), encoding="utf-8")
 
     def __str__(self) -> str:
         fused = sum(graph.ple_layers for _, graph in self.graphs)
@@ -66,13 +155,13 @@ class Report:
         return "\n".join(lines)
 
 
-def _layer(layers: list[str], region: str, event: Event) -> str:
-    """The PLE layer that an event belongs to: the longest name that its module path or its region starts with.
+def _layer(layers: list[str], region: str, module: str) -> str:
+    """The PLE layer that a module path belongs to: the longest name that the path or its region starts with.
 
     Where Dynamo compiled a part of the model by itself (after a graph break), paths start in that part: then every
     layer that the path may mean is named.
     """
-    path = f"{region}.{event.layer}" if region else event.layer
+    path = f"{region}.{module}" if region else module
     inside = [layer for layer in layers if layer == region or f"{path}.".startswith(f"{layer}.")]
     if inside:
         return max(inside, key=len)
@@ -111,6 +200,7 @@ def explain(model: nn.Module | Callable, *args: Any, **kwargs: Any) -> Report:
         with records.collect() as graphs, torch.set_grad_enabled(module is not None and module.training):
             model(*args, **kwargs)
         replaced = regions.changes_of(module) if module is not None else []
+        tables = table_facts(module) if module is not None else []
     finally:
         if module is not None and compile_here:
             regions.restore(module)
@@ -118,4 +208,4 @@ def explain(model: nn.Module | Callable, *args: Any, **kwargs: Any) -> Report:
         upstream.counters["ple_compile"].clear()
         upstream.counters["ple_compile"].update(counted)
     name = type(module).__name__ if module is not None else getattr(model, "__name__", "function")
-    return Report(name, layers, replaced, graphs)
+    return Report(name, layers, replaced, graphs, tables, environment())

@@ -4,7 +4,7 @@ import functools
 import hashlib
 import logging
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from ple_compile.passes.lower_lookup import lower_lookup
 from ple_compile.passes.merge_gate_conv import merge_gate_conv
 from ple_compile.passes.merge_kv_proj import merge_kv_proj
 from ple_compile.passes.prefetch_lookup import prefetch_lookup
+from ple_compile.recorder import Recorder
 from ple_compile.report import GraphReport
 
 log = logging.getLogger("ple_compile")
@@ -60,10 +61,11 @@ def source_hash() -> str:
 class FusePass(upstream.CustomGraphPass):
     """Runs the passes on one post-grad graph, after the user's own pass if there is one."""
 
-    def __init__(self, config: Config, training: bool, before: list[Callable]):
+    def __init__(self, config: Config, training: bool, before: list[Callable], input_names: Sequence[str] = ()):
         self.config = config
         self.settings = {"training": training}
         self.before = before
+        self.input_names = input_names
         self.report = GraphReport()
         self.nonce = ""
         self.ran = False
@@ -79,12 +81,13 @@ class FusePass(upstream.CustomGraphPass):
         for function in self.before:
             upstream.run_custom_pass(function, graph, is_inference=not self.settings["training"])
         self.ran = True
-        run(graph, self.config, self.report, **self.settings)
+        run(graph, self.config, self.report, self.input_names, **self.settings)
 
 
-def run(graph: Graph, config: Config, report: GraphReport, **settings: bool) -> None:
-    """Run the enabled passes on `graph`, in order; counts and reasons go to `report`."""
+def run(graph: Graph, config: Config, report: GraphReport, input_names: Sequence[str] = (), **settings: bool) -> None:
+    """Run the enabled passes on `graph`, in order; counts, reasons and what happened to the layers go to `report`."""
     assert graph.owning_module is not None
+    recorder, seen = Recorder(graph, input_names), len(report.events)
     with upstream.no_dispatch_modes(), torch.no_grad(), torch.autocast("cpu", enabled=False):
         facts = {**vars(config), **settings}
         for function in PASSES:
@@ -92,11 +95,13 @@ def run(graph: Graph, config: Config, report: GraphReport, **settings: bool) -> 
             if not getattr(config, name):
                 continue
             keywords = {key: facts[key] for key in SETTINGS.get(name, ())}
-            apply = _Application(function, report, keywords)
+            apply = _Application(function, report, keywords, recorder)
             # PyTorch's own switches and its bisector may leave a pass out here.
             upstream.GraphTransformObserver(graph.owning_module, name, "post_grad_passes").apply_graph_pass(apply)
             if not apply.called:
                 report.switched_off(name, "left out by Inductor's disabled_passes or by its bisector")
+        report.layer_graphs += recorder.layers(report.events[seen:])
+        report.symbols |= recorder.symbols()
     report.ple_layers = _complete_layers(report)
     if config.strict and report.declines():
         lines = [f"{e.pass_name} at {e.layer or e.node}: {e.reason}" for e in report.declines()]
@@ -106,13 +111,14 @@ def run(graph: Graph, config: Config, report: GraphReport, **settings: bool) -> 
 class _Application:
     """One pass with its settings, and whether it was called."""
 
-    def __init__(self, function: Callable, report: GraphReport, settings: dict[str, Any]):
-        self.function, self.report, self.settings = function, report, settings
+    def __init__(self, function: Callable, report: GraphReport, settings: dict[str, Any], recorder: Recorder):
+        self.function, self.report, self.settings, self.recorder = function, report, settings, recorder
         self.called = False
 
     def __call__(self, graph: Graph) -> None:
         self.called = True
         if self.function(graph, self.report, **self.settings):
+            self.recorder.after(self.function.__name__)
             upstream.stable_topological_sort(graph)
             graph.lint()
             log.debug("after %s:\n%s", self.function.__name__, graph)

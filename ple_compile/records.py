@@ -5,6 +5,7 @@ file, so that counters, `explain` and `stats` say the same as at the first compi
 """
 
 import contextlib
+import dataclasses
 import hashlib
 import json
 import logging
@@ -111,10 +112,11 @@ def region(name: str) -> Iterator[None]:
         _regions.pop()
 
 
-def executed(report: GraphReport) -> None:
-    """Tell whoever collects that a compiled graph runs, and in which region."""
+def executed(report: GraphReport, args: Sequence[Any]) -> None:
+    """Tell whoever collects that a compiled graph runs, in which region, and at which sizes."""
     for collector in _collectors:
-        collector.append((_regions[-1] if _regions else "", report))
+        sizes = {symbol: int(args[found.argument]) for symbol, found in report.symbols.items()}
+        collector.append((_regions[-1] if _regions else "", dataclasses.replace(report, sizes=sizes)))
 
 
 @contextlib.contextmanager

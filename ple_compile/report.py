@@ -4,6 +4,9 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
+from ple_compile import layer_graphs
+from ple_compile.layer_graphs import LayerGraph, Symbol
+
 MATCHED, DECLINED, NOT_APPLICABLE = "matched", "declined", "not applicable"
 
 
@@ -21,11 +24,18 @@ class Event:
 
 @dataclass
 class GraphReport:
-    """All events of one compiled graph, how many complete PLE layers run in it, and why the graph ended there."""
+    """All events of one compiled graph, how many complete PLE layers run in it, and why the graph ended there.
+
+    layer_graphs: its PLE layers before and after the passes. symbols: where each symbolic size comes from; sizes: their
+    values in one call, known where `explain` has watched it.
+    """
 
     events: list[Event] = field(default_factory=list)
     ple_layers: int = 0
     graph_break: str = ""
+    layer_graphs: list[LayerGraph] = field(default_factory=list)
+    symbols: dict[str, Symbol] = field(default_factory=dict)
+    sizes: dict[str, int] = field(default_factory=dict)
 
     def matched(self, pass_name: str, node: Any, reason: str = "") -> None:
         self._add(pass_name, MATCHED, node, reason)
@@ -56,10 +66,21 @@ class GraphReport:
         return [event for event in self.events if event.status == DECLINED]
 
     def to_dict(self) -> dict[str, Any]:
-        return {"ple_layers": self.ple_layers, "events": [dataclasses.asdict(event) for event in self.events]}
+        """What is stored with the compiled graph: all but what one call adds."""
+        return {
+            "ple_layers": self.ple_layers,
+            "events": [dataclasses.asdict(event) for event in self.events],
+            "symbols": {name: dataclasses.asdict(symbol) for name, symbol in self.symbols.items()},
+            **layer_graphs.to_dict(self.layer_graphs),
+        }
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> "GraphReport":
         if not isinstance(data["ple_layers"], int):
             raise ValueError(f"ple_layers is {data['ple_layers']!r}, no number of layers")
-        return cls([Event(**event) for event in data["events"]], data["ple_layers"])
+        return cls(
+            [Event(**event) for event in data["events"]],
+            data["ple_layers"],
+            layer_graphs=layer_graphs.from_dict(data),
+            symbols={name: Symbol(**symbol) for name, symbol in data["symbols"].items()},
+        )

@@ -4,6 +4,7 @@ When a new PyTorch release moves one of them, this file and `tests/test_upstream
 """
 
 import inspect
+import re
 import weakref
 import zlib
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from torch._inductor import config as inductor_config
 from torch._inductor import list_mode_options
 from torch._inductor.compile_fx import compile_fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
-from torch._inductor.fx_passes.control_dependencies import preserve_node_ordering
+from torch._inductor.fx_passes.control_dependencies import control_deps, preserve_node_ordering
 from torch._inductor.pattern_matcher import stable_topological_sort
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch._logging import trace_structured
@@ -33,6 +34,7 @@ __all__ = [
     "GraphTransformObserver",
     "cache_dir",
     "compile_fx",
+    "control_deps",
     "counters",
     "custom_passes",
     "detect_fake_mode",
@@ -45,6 +47,8 @@ __all__ = [
     "is_backed",
     "inductor_config",
     "inductor_settings",
+    "input_index",
+    "input_name",
     "list_mode_options",
     "no_dispatch_modes",
     "preserve_node_ordering",
@@ -122,6 +126,22 @@ def graph_break(gm: torch.fx.GraphModule) -> str:
         return ""
     where = f" ({reason.user_stack[-1].filename}:{reason.user_stack[-1].lineno})" if reason.user_stack else ""
     return f"{reason.reason.strip().splitlines()[0]}{where}"
+
+
+def input_name(placeholder: torch.fx.Node) -> str:
+    """What the user calls an input of a Dynamo graph: `L['self'].layers.0.weight`, or the node's name."""
+    argument = placeholder.meta.get("grapharg")
+    if argument is None or getattr(argument, "source", None) is None:
+        return placeholder.name
+    name = argument.source.name
+    name = name() if callable(name) else name  # a property from torch 2.10
+    name = re.sub(r"\._(?:modules|parameters|buffers)(?=\[)", "", name)
+    return re.sub(r"(?<!^[LG])\['(\w+)'\]", r".\1", name)
+
+
+def input_index(placeholder: torch.fx.Node) -> int | None:
+    """Which input of the Dynamo graph became this placeholder; None where AOTAutograd does not say."""
+    return getattr(placeholder.meta.get("desc"), "idx", None)
 
 
 def expression(size: torch.SymInt) -> Any:

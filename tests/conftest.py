@@ -2,9 +2,13 @@
 
 import os
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
+
+if TYPE_CHECKING:
+    from ple_compile import Report
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -26,6 +30,10 @@ def fresh_dynamo() -> Iterator[None]:
 @pytest.fixture
 def no_codegen(monkeypatch: pytest.MonkeyPatch, fresh_dynamo: None) -> None:
     """Run rewritten graphs in eager PyTorch: all of the backend but Inductor's code generation."""
+    without_codegen(monkeypatch)
+
+
+def without_codegen(monkeypatch: pytest.MonkeyPatch) -> None:
     from ple_compile import upstream
     from tests.graphs import run_graph
 
@@ -36,3 +44,20 @@ def no_codegen(monkeypatch: pytest.MonkeyPatch, fresh_dynamo: None) -> None:
         return original(gm, inputs, inner_compile=run_graph, config_patches=patches, **kwargs)
 
     monkeypatch.setattr(upstream, "compile_fx", compile_fx)
+
+
+@pytest.fixture(scope="session")
+def layer_report() -> "Report":
+    """What `explain` says of the reference model's PLE layer with a filled cache and symbolic sizes: 2 x 7 tokens."""
+    import ple_compile
+    from tests.ple_cases import Case
+
+    case = Case(model="reference", cache="dynamic_filled")
+    layer = case.layer()
+    torch._dynamo.reset()
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        without_codegen(monkeypatch)
+        compiled = torch.compile(case.call, backend="ple", dynamic=True)
+        report = ple_compile.explain(compiled, layer, *case.inputs(), case.new_cache(layer))
+    torch._dynamo.reset()
+    return report

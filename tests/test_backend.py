@@ -117,14 +117,17 @@ def test_a_users_own_pass_runs_first(fresh_dynamo: None) -> None:
 SCRIPT = """
 import json, sys, torch, ple_compile
 from torch._dynamo.utils import counters
+from ple_compile import records
 from tests.ple_cases import Case
 case = Case()
 layer = case.layer()
 options = json.loads(sys.argv[1])
 with torch.no_grad():
-    out = torch.compile(case.call, backend="ple", options=options)(layer, *case.inputs(), None)
+    with records.collect() as graphs:
+        out = torch.compile(case.call, backend="ple", options=options)(layer, *case.inputs(), None)
     assert torch.allclose(out, case.call(layer, *case.inputs(), None), rtol=1e-4, atol=1e-4)
-print(json.dumps([counters["ple_compile"], ple_compile.stats(), counters["aot_autograd"]["autograd_cache_hit"]]))
+told = [[{**graph.to_dict(), "sizes": graph.sizes} for _, graph in graphs], counters["ple_compile"]]
+print(json.dumps([told, ple_compile.stats(), counters["aot_autograd"]["autograd_cache_hit"]]))
 """
 
 
@@ -137,16 +140,18 @@ def run_in_new_process(cache: pathlib.Path, options: dict) -> list:
 
 
 def test_compile_cache_hits_report_and_never_go_stale(tmp_path: pathlib.Path) -> None:
-    counts, stats, hits = run_in_new_process(tmp_path, {})
+    told, stats, hits = run_in_new_process(tmp_path, {})
+    ((graph,), counts) = told
     assert hits == 0 and counts["fuse_gate"] == 1 and stats["ple_executions"] == 1
-    assert run_in_new_process(tmp_path, {}) == [counts, stats, 1]
+    assert {"fuse_gate", "merge_gate_conv"} <= {node["removed_by"] for node in graph["drawings"][0]["nodes"]}
+    assert run_in_new_process(tmp_path, {}) == [told, stats, 1]
     # Another option is another entry.
-    other_counts, other_stats, hits = run_in_new_process(tmp_path, {"fuse_gate": False})
+    (_, other_counts), other_stats, hits = run_in_new_process(tmp_path, {"fuse_gate": False})
     assert hits == 0 and "fuse_gate" not in other_counts and other_stats["ple_executions"] == 0
     # A record that is damaged or gone makes a new entry rather than an empty report.
     for record in (tmp_path / "ple_compile").iterdir():
         record.write_text("{")
-    assert run_in_new_process(tmp_path, {}) == [counts, stats, 0]
+    assert run_in_new_process(tmp_path, {}) == [told, stats, 0]
 
 
 def test_changed_sources_change_the_cache_key(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,6 @@
 """Small questions about post-grad FX graphs, asked by every matcher."""
 
+import re
 from collections.abc import Callable, Iterable, Iterator
 
 import torch
@@ -9,6 +10,8 @@ from ple_compile import upstream
 
 aten = torch.ops.aten
 prims = torch.ops.prims
+
+_NUMBERED = re.compile(r"^(.*?)\.(\d+)(?:\.|$)")
 
 CASTS = {prims.convert_element_type.default, aten._to_copy.default}
 VIEWS = {
@@ -205,6 +208,21 @@ def layer_of(node: Node) -> str:
         return ""
     path = list(stack.values())[-1][0]
     return path.replace("L['self'].", "").replace("L['self']", "")
+
+
+def numbered_layer(node: Node) -> tuple[str, int] | None:
+    """("model.layers", 3) for a node of `model.layers.3`: the outermost numbered module that it comes from."""
+    for path, _ in (node.meta.get("nn_module_stack") or {}).values():
+        found = _NUMBERED.match(_dotted(path))
+        if found:
+            return found.group(1), int(found.group(2))
+    return None
+
+
+def _dotted(path: str) -> str:
+    """Dynamo's `L['self'].model.layers[0].ple` or `layers.0` as `model.layers.0.ple`."""
+    path = re.sub(r"^L\['self'\]\.?", "", path)
+    return re.sub(r"\[['\"]?(\w+)['\"]?\]", r".\1", path).replace("._modules.", ".").lstrip(".")
 
 
 def source_line(node: Node) -> str:

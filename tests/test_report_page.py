@@ -1,0 +1,140 @@
+"""The report as a page: what is in it, its size, and what Chromium says of it."""
+
+import dataclasses
+import pathlib
+import random
+import re
+
+import pytest
+
+from ple_compile.explain import Report
+from ple_compile.facts import TableFacts
+from ple_compile.layer_graphs import Drawing, LayerGraph, Prefetch
+from ple_compile.page import render
+from ple_compile.page.layout import layout
+from ple_compile.report import Event, GraphReport
+from tests.chromium import look_at
+
+# Every section that a page has; each layer adds its own.
+SECTIONS = ["summary", "layers", "graph-breaks", "replaced", "method"]
+
+
+@pytest.fixture(scope="module")
+def part(layer_report: Report) -> LayerGraph:
+    ((_, graph),) = layer_report.graphs
+    return graph.layer_graphs[0]
+
+
+def model_report(graph: GraphReport, drawings: list[Drawing]) -> Report:
+    """A model of as many PLE layers as there are drawings, in one graph, and a decline with characters to escape."""
+    part = graph.layer_graphs[0]
+    layers = [f"layers.{i}.ple" for i in range(len(drawings))]
+    flight = Prefetch("lookup_start", "lookup_wait", "layers.0", "layers.1", 120, 9)
+    parts = [
+        LayerGraph(layer, drawing, tuple(f"{name}_{i}" for name in part.names), (flight,))
+        for i, (layer, drawing) in enumerate(zip(layers, drawings))
+    ]
+    events = [dataclasses.replace(event, layer=f"{layer}.norm_key") for layer in layers for event in graph.events]
+    odd = 'File "/home/a user/<model>&.py", line 7, in forward'
+    events.append(
+        Event("lower_lookup", "declined", layers[-1], '<b>rows</b> & ids are used "elsewhere"', "sigmoid_0", odd)
+    )
+    told = dataclasses.replace(
+        graph, events=events, layer_graphs=parts, ple_layers=len(layers) - 1, graph_break="a call to print (a<b.py:3)"
+    )
+    tables = [
+        TableFacts(
+            f"{layer}.ple_embedding.ngram_embedding.weight", 298_000_000 + i, 160, "fp8", "CPU memory", "", 2**35
+        )
+        for i, layer in enumerate(layers)
+    ]
+    return Report("<script>Model", layers, ["TheirExperts"], [("", told)], tables, {"torch": "2.13", "device": "<GPU>"})
+
+
+@pytest.fixture(scope="module")
+def page(layer_report: Report, part: LayerGraph) -> str:
+    """Three layers, of which the first two are equal."""
+    other = dataclasses.replace(part.drawing, omitted=3)
+    return render(model_report(layer_report.graphs[0][1], [part.drawing, part.drawing, other]))
+
+
+def test_what_is_told(page: str, part: LayerGraph) -> None:
+    for name in (*SECTIONS, "layer-0", "layer-1", "layer-2"):
+        assert f'id="{name}"' in page
+    text = re.sub(r"<[^>]+>", "", page)
+    assert "fuse_gate matched" in text and "became 1: ple.gate" in text
+    assert "&lt;b&gt;rows&lt;/b&gt; &amp; ids" in text and "1 declined" in text
+    assert "298,000,000 rows of 160, fp8, in CPU memory (32.0 GiB here)" in text
+    assert "starts in layers.0, is waited for in layers.1 (distance 1); between them 120 launches, 9" in text
+    assert "a call to print (a&lt;b.py:3)" in text and "TheirExperts" in text
+    assert "2 (args[1].size(0))" in text or "2 (ids.size(0))" in text
+    assert 'href="vscode://file/home/a%20user/%3Cmodel%3E%26.py:7"' in page
+    assert "3 nodes of this layer were too many to keep" in text
+    assert "<script" not in page and "<b>rows" not in page
+
+
+def test_equal_layers_are_drawn_once(page: str) -> None:
+    assert page.count("<svg") == 4
+    assert "The graphs equal those of" in page.split('id="layer-1"')[1].split("</section>")[0]
+
+
+def test_everything_is_in_the_file(page: str) -> None:
+    assert "http:" not in page and "https:" not in page and "url(" not in page
+    assert {link.split(":")[0] for link in re.findall(r'href="([^"]+)"', page)} <= {"vscode", "data"} | set(
+        f"#layer-{i}" for i in range(3)
+    )
+
+
+@pytest.mark.parametrize("equal", [True, False])
+def test_48_layers_are_far_below_2_mb(
+    layer_report: Report, part: LayerGraph, equal: bool, tmp_path: pathlib.Path
+) -> None:
+    drawings = [part.drawing if equal else dataclasses.replace(part.drawing, omitted=i) for i in range(48)]
+    report = model_report(layer_report.graphs[0][1], drawings)
+    report.save(tmp_path / "report.html")
+    size = (tmp_path / "report.html").stat().st_size
+    assert size < (600_000 if equal else 1_800_000), size
+    text = (tmp_path / "report.html").read_text()
+    assert text.count('class="layer"') == 48
+    assert ("Not drawn, to keep this page small" in text) == (not equal)
+
+
+def test_a_report_without_anything(tmp_path: pathlib.Path) -> None:
+    page = render(Report("f", [], [], []))
+    assert "No PLE layer was found" in page and all(f'id="{name}"' in page for name in SECTIONS)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_layouts_go_down_and_never_overlap(seed: int) -> None:
+    chosen = random.Random(seed)
+    graph: dict = {
+        i: chosen.sample(range(i), min(i, chosen.choice([0, 1, 1, 2, 3]))) for i in range(chosen.randint(1, 60))
+    }
+    found = layout(graph, 100, 10)
+    assert set(found.places) == set(graph)
+    for source, node, points in found.edges:
+        assert points[0] == found.places[source] and points[-1] == found.places[node]
+        assert [row for _, row in points] == list(range(points[0][1], points[-1][1] + 1))
+    assert len(found.edges) == sum(map(len, graph.values()))
+    for row in range(found.rows):
+        middles = sorted(x for x, r in found.places.values() if r == row)
+        assert all(right - left >= 99.9 for left, right in zip(middles, middles[1:]))
+        assert not middles or (middles[0] >= 49.9 and middles[-1] <= found.width - 49.9)
+
+
+@pytest.mark.parametrize(("width", "dark"), [(1280, False), (1280, True), (390, False), (390, True)])
+def test_in_chromium(page: str, width: int, dark: bool) -> None:
+    seen = look_at(page, width, dark)
+    assert seen.console == []
+    assert {*SECTIONS, "layer-0", "layer-1", "layer-2"} <= set(seen.sections)
+    assert seen.headings[0] == "<script>Model" and len(seen.drawings) == 4 and min(seen.drawings) > 200
+    assert seen.width == width and seen.folded <= width and seen.unfolded <= width
+    light = sum(map(int, re.findall(r"\d+", seen.paper)[:3])) > 3 * 128
+    assert light == (not dark)
+
+
+def test_chromium_would_tell() -> None:
+    """The checks above can fail: a page that wants something from outside, is too wide, and lacks a section."""
+    policy = '<meta http-equiv="Content-Security-Policy" content="img-src data:">'
+    seen = look_at(f'{policy}<div style="width:700px;height:1px"></div><img src="http://127.0.0.1:9/x.png">', 390, True)
+    assert len(seen.console) >= 1 and seen.unfolded > 390 and "summary" not in seen.sections
