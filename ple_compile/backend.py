@@ -8,7 +8,8 @@ import torch
 from ple_compile import host_tables, records, upstream
 from ple_compile.config import Config, make_config
 from ple_compile.pipeline import FusePass
-from ple_compile.stats import count_executions
+from ple_compile.stats import count_call
+from ple_compile.table_reads import ReadCounter
 
 
 def ple(
@@ -45,9 +46,11 @@ def compile_graph(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], confi
     report = records.resolve(record, fuse)
     report.graph_break = graph_break
     records.publish(report)
+    reads = ReadCounter(report.reads, report.symbols)
 
     def run(*args: Any) -> Any:
-        count_executions(report.ple_layers)
+        rows, host_bytes = reads(args)
+        count_call(ple_executions=report.ple_layers, rows_looked_up=rows, host_table_bytes=host_bytes)
         records.executed(report, args)
         return compiled(*(host_tables.views(tables, args) if tables else args))
 

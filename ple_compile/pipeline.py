@@ -23,6 +23,7 @@ from ple_compile.passes.merge_kv_proj import merge_kv_proj
 from ple_compile.passes.prefetch_lookup import prefetch_lookup
 from ple_compile.recorder import Recorder
 from ple_compile.report import GraphReport
+from ple_compile.table_reads import find_reads
 
 log = logging.getLogger("ple_compile")
 
@@ -91,6 +92,8 @@ def run(graph: Graph, config: Config, report: GraphReport, input_names: Sequence
     with upstream.no_dispatch_modes(), torch.no_grad(), torch.autocast("cpu", enabled=False):
         facts = {**vars(config), **settings}
         for function in PASSES:
+            if function is LOWER[0]:  # afterwards a lookup no longer shows how many rows it is for
+                report.reads += find_reads(graph)
             name = function.__name__
             if not getattr(config, name):
                 continue

@@ -6,6 +6,7 @@ from typing import Any
 
 from ple_compile import layer_graphs
 from ple_compile.layer_graphs import LayerGraph, Symbol
+from ple_compile.table_reads import TableRead
 
 MATCHED, DECLINED, NOT_APPLICABLE = "matched", "declined", "not applicable"
 
@@ -27,7 +28,7 @@ class GraphReport:
     """All events of one compiled graph, how many complete PLE layers run in it, and why the graph ended there.
 
     layer_graphs: its PLE layers before and after the passes. symbols: where each symbolic size comes from; sizes: their
-    values in one call, known where `explain` has watched it.
+    values in one call, known where `explain` has watched it. reads: its lookups in n-gram tables.
     """
 
     events: list[Event] = field(default_factory=list)
@@ -36,6 +37,7 @@ class GraphReport:
     layer_graphs: list[LayerGraph] = field(default_factory=list)
     symbols: dict[str, Symbol] = field(default_factory=dict)
     sizes: dict[str, int] = field(default_factory=dict)
+    reads: list[TableRead] = field(default_factory=list)
 
     def matched(self, pass_name: str, node: Any, reason: str = "") -> None:
         self._add(pass_name, MATCHED, node, reason)
@@ -71,6 +73,7 @@ class GraphReport:
             "ple_layers": self.ple_layers,
             "events": [dataclasses.asdict(event) for event in self.events],
             "symbols": {name: dataclasses.asdict(symbol) for name, symbol in self.symbols.items()},
+            "reads": [dataclasses.asdict(read) for read in self.reads],
             **layer_graphs.to_dict(self.layer_graphs),
         }
 
@@ -83,4 +86,5 @@ class GraphReport:
             data["ple_layers"],
             layer_graphs=layer_graphs.from_dict(data),
             symbols={name: Symbol(**symbol) for name, symbol in data["symbols"].items()},
+            reads=[TableRead(**read) for read in data["reads"]],
         )

@@ -32,7 +32,7 @@ def test_a_model_that_is_not_compiled_is_compiled_for_the_call_only(no_codegen: 
     report = ple_compile.explain(model, prompt(7))
     assert "1 ran fused" in str(report)
     assert all(module._compiled_call_impl is None for module in model.modules())
-    assert ple_compile.stats() == {"ple_executions": 0}
+    assert not any(ple_compile.stats().values())
 
 
 def test_counters_stats_and_cache_stay_as_they_are(no_codegen: None) -> None:
@@ -100,7 +100,7 @@ def test_a_layer_whose_convolution_is_not_fused_is_not_counted(no_codegen: None)
     ple_compile.compile(model, whole_graph=False)
     with torch.no_grad():
         model(prompt(6))
-    assert ple_compile.stats() == {"ple_executions": 0}
+    assert ple_compile.stats()["ple_executions"] == 0
     assert "0 ran fused" in str(ple_compile.explain(model, prompt(6)))
 
 

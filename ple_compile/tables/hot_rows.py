@@ -160,6 +160,11 @@ def attach(table: Tensor, nbytes: int, device: torch.device) -> HotRows:
     return cache
 
 
+def caches() -> list[HotRows]:
+    """Every cache there is."""
+    return list(_CACHES.values())
+
+
 def detach(table: Tensor) -> None:
     """Free the table's caches."""
     address = table.untyped_storage().data_ptr()

@@ -14,7 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from examples.reference.config import tiny
 from examples.reference.model import TextModel
-from ple_compile import Config, host_tables, offload_tables, whole_graph
+from ple_compile import Config, host_tables, offload_tables, reset_stats, stats, whole_graph
 from ple_compile.ops.lookup import lookup
 from ple_compile.ops.lookup_async import lookup_start, lookup_wait
 from ple_compile.passes.prefetch_lookup import prefetch_lookup
@@ -68,6 +68,23 @@ def offloaded(*with_tables, **settings):
 )
 def test_distance(distance, expected):
     assert run(offloaded(3), prefetch_distance=distance) == expected
+
+
+def test_rows_and_their_bytes_are_counted_call_by_call():
+    """Also where the length is symbolic, with both halves of a lookup in the graph."""
+    model = offloaded(1, 3)
+    reset_stats()
+    compiled = torch.compile(model, backend="ple", fullgraph=True, dynamic=True)
+    with torch.no_grad():
+        for length in (20, 33):
+            compiled(*model.inputs(length))
+    rows = 2 * 4 * (20 + 33)
+    assert stats() == {
+        "ple_executions": 0,
+        "rows_looked_up": rows,
+        "host_table_bytes": rows * 24 * 4,
+        "hot_row_hits": 0,
+    }
 
 
 def test_a_table_in_the_first_layer_starts_first_and_is_waited_for_at_its_use():

@@ -5,6 +5,8 @@ import gc
 import pytest
 import torch
 
+import ple_compile
+from ple_compile.stats import restore_stats
 from ple_compile.tables import hot_rows
 from ple_compile.tables.hot_rows import HotRows
 
@@ -141,6 +143,22 @@ def test_a_change_of_the_table_in_place_clears(table):
     assert cache.is_current() and not cache.holds(ids).any()
     assert_exact(cache, table, ids)
     assert cache.is_current() and cache.holds(ids).any()
+
+
+def test_hits_are_in_the_stats(table):
+    """What `reset_stats` and `explain` put back is the sum over all caches."""
+    before = ple_compile.stats()
+    cache = hot_rows.attach(table, 40 * SET_BYTES, torch.device("cpu"))
+    ids = torch.zeros(30, dtype=torch.int64)
+    look_up(cache, table, ids)
+    look_up(cache, table, ids)
+    assert ple_compile.stats()["hot_row_hits"] == before["hot_row_hits"] + 30
+    restore_stats(before)
+    assert ple_compile.stats() == before
+    ple_compile.reset_stats()
+    assert not any(ple_compile.stats().values())
+    look_up(cache, table, ids[:5])
+    assert ple_compile.stats()["hot_row_hits"] == 5
 
 
 def test_found_by_address(table):
