@@ -12,6 +12,7 @@ import pytest
 import torch
 from allpairspy import AllPairs
 
+from ple_compile.matching import short_conv
 from tests.graphs import Traced, passes_backend
 from tests.ple_cases import MATRIX, Case
 
@@ -54,6 +55,31 @@ def test_fused_layer_equals_eager(case: Case) -> None:
         assert ours_state.shape == eager_state.shape
         assert ours_state.stride() == eager_state.stride()
         assert_equal(ours_state, eager_state)
+
+
+@pytest.mark.parametrize("model", MATRIX["model"])
+@pytest.mark.parametrize("cache", ["none", "dynamic_filled", "static_filled"])
+def test_wide_layers_are_probed_with_fewer_channels(model: str, cache: str) -> None:
+    """Also where the number of tokens is symbolic."""
+    widths, draw = [], short_conv._draw
+
+    def watched(conv: short_conv.ShortConv, *others: object) -> tuple:
+        resize, drawn = draw(conv, *others)
+        widths.append(drawn[conv.x].shape[2])
+        return resize, drawn
+
+    torch._dynamo.reset()
+    case, traced = Case(model=model, cache=cache, hidden_size=1032, batch=1), Traced()
+    layer = case.layer()
+    ours, eagers = case.new_cache(layer), case.new_cache(layer)
+    compiled = torch.compile(case.call, backend=passes_backend(traced), dynamic=True, fullgraph=True)
+    with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(short_conv, "_draw", watched)
+        for length in (7, 11):
+            streams, ids, _ = case.inputs(length)
+            assert_equal(compiled(layer, streams, ids, None, ours), case.call(layer, streams, ids, None, eagers))
+    assert traced.counts() == dict.fromkeys(ALL_PASSES | {"merge_kv_proj"}, 1)
+    assert set(widths) == {8}
 
 
 def assert_equal(actual: torch.Tensor, expected: torch.Tensor) -> None:

@@ -250,11 +250,11 @@ class FewerChannels:
     before: int
     after: int
 
-    def shape(self, node: Node) -> tuple[int, ...]:
-        shape = list(dims(node))
-        if shape.count(self.before) == 1:
-            shape[shape.index(self.before)] = self.after
-        return tuple(shape)
+    def shape(self, node: Node, shape: tuple[int, ...]) -> tuple[int, ...]:
+        if dims(node).count(self.before) != 1:
+            return shape
+        dim = dims(node).index(self.before)
+        return (*shape[:dim], self.after, *shape[dim + 1 :])
 
     def run(self, node: Node, args: tuple, kwargs: dict) -> torch.Tensor | None:
         if not calls(node, SIZED) or self.before not in dims(node):

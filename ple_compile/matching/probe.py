@@ -32,7 +32,9 @@ class Unprobeable(Exception):
 class Resize(Protocol):
     """Runs nodes at another size than the one that is baked into them."""
 
-    def shape(self, node: Node) -> tuple[int, ...]: ...
+    def shape(self, node: Node, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """What `shape`, the node's own with numbers for symbols, becomes."""
+        ...
 
     def run(self, node: Node, args: tuple, kwargs: dict) -> torch.Tensor | None: ...
 
@@ -55,9 +57,8 @@ class Probe:
         return size
 
     def shape(self, node: Node) -> tuple[int, ...]:
-        if self.resize is not None:
-            return self.resize.shape(node)
-        return tuple(self.size(s) for s in value(node).shape)
+        shape = tuple(self.size(s) for s in value(node).shape)
+        return shape if self.resize is None else self.resize.shape(node, shape)
 
     def lookup(self, node: Node) -> object:
         if node in self.env:
@@ -173,14 +174,13 @@ class TokenResize:
             return (math.prod(self.after),) + shape[1:]
         raise Unprobeable(f"{node.format_node()} mixes tokens, so it cannot be probed at a smaller size")
 
-    def shape(self, node: Node) -> tuple[int, ...]:
-        shape = tuple(value(node).shape)
+    def shape(self, node: Node, shape: tuple[int, ...]) -> tuple[int, ...]:
         return self._resized(shape, node) if node in self.dependent else shape
 
     def run(self, node: Node, args: tuple, kwargs: dict) -> torch.Tensor | None:
         if node not in self.dependent or not is_tensor(node):
             return None
-        shape = self.shape(node)
+        shape = self.shape(node, tuple(value(node).shape))
         if calls(node, {aten.reshape.default, aten.view.default, aten._unsafe_view.default}):
             return args[0].reshape(shape)
         if calls(node, {aten.expand.default}):
@@ -204,11 +204,11 @@ class ChannelResize:
     def __init__(self, before: int, after: int, dims: dict[Node, int]):
         self.before, self.after, self.dims = before, after, dict(dims)
 
-    def shape(self, node: Node) -> tuple[int, ...]:
-        shape = list(value(node).shape)
-        if node in self.dims:
-            shape[self.dims[node]] = self.after
-        return tuple(shape)
+    def shape(self, node: Node, shape: tuple[int, ...]) -> tuple[int, ...]:
+        if node not in self.dims:
+            return shape
+        dim = self.dims[node]
+        return (*shape[:dim], self.after, *shape[dim + 1 :])
 
     def run(self, node: Node, args: tuple, kwargs: dict) -> torch.Tensor | None:
         tracked = [n for n in node.all_input_nodes if n in self.dims]

@@ -30,6 +30,9 @@ from ple_compile.matching.graph import (
     value,
 )
 
+# Elements of the widest probe tensor: PyTorch's depthwise convolution takes a second for 10,240 channels in float64.
+MOST_VALUES = 2**16
+
 # Ops that only move, pad or join columns: between the sequence and the convolution, and between it and the cache.
 COLUMNS = {
     aten.permute.default,
@@ -158,7 +161,7 @@ def _resize(conv: ShortConv) -> probe.ChannelResize | None:
     if isinstance(shape[2], torch.SymInt):
         raise Declined("the number of channels is symbolic")
     static = [s for s in shape if not isinstance(s, torch.SymInt)]
-    if torch.Size(static).numel() * probe.LARGE_HINT <= probe.MOST_VALUES:
+    if torch.Size(static).numel() * probe.LARGE_HINT <= MOST_VALUES:
         return None
     channel_dims = {conv.x: 2, conv.weight: 0} | ({conv.state: 1} if conv.state is not None else {})
     return probe.ChannelResize(shape[2], min(shape[2], 8), channel_dims)
