@@ -6,11 +6,11 @@ import torch
 from layer import Layer, draw
 from measure import graph_microseconds
 
-from ple_compile.ops.gate_conv import TUNED, Inputs, Tuning, empty_scalars, launch_scalars, launch_window, run
+from ple_compile.ops.gate_conv import Inputs, Tuning, empty_scalars, launch_scalars, launch_window, run
 
 ALL = 1 << 30
 PREFILL_TOKENS = (64, 1024, 8192)
-TWO_LAUNCHES = TUNED._replace(few_tokens=0, few_rows=0)
+TWO_LAUNCHES = Tuning()._replace(few_tokens=0, few_rows=0)
 
 
 def time(inputs: list[Inputs], tuning: Tuning) -> float:
@@ -24,7 +24,7 @@ def best(rows: list[dict]) -> dict:
 def gate_pass(inputs: list[Inputs], scalars: torch.Tensor, tokens: int) -> list[dict]:
     rows = []
     for warps, registers in [*product((1,), (None, 168, 144, 128)), *product((2,), (None, 96, 80)), (4, None)]:
-        tuning = TUNED._replace(gate_warps=warps, gate_registers=registers)
+        tuning = Tuning()._replace(gate_warps=warps, gate_registers=registers)
 
         def step(i: int, tuning: Tuning = tuning) -> None:
             launch_scalars(inputs[i], scalars, tuning)
@@ -41,7 +41,7 @@ def convolution_pass(inputs: list[Inputs], scalars: torch.Tensor, tokens: int) -
     for (block, vector), steps, count in product(((128, 4), (256, 8), (256, 4)), (2, 3, 4, 6), programs):
         if vector * steps > 32:
             continue  # more registers than there are
-        tuning = TUNED._replace(
+        tuning = Tuning()._replace(
             conv_block=block, conv_vector=vector, conv_steps=steps, conv_programs=count, dependent=False
         )
 
@@ -57,7 +57,7 @@ def prefill(layer: Layer) -> dict[str, list[dict]]:
     report: dict[str, list[dict]] = {"gate pass": [], "convolution pass": [], "both passes": []}
     for tokens in PREFILL_TOKENS:
         inputs = [layer.inputs(*tensors) for tensors in draw(1, tokens)]
-        scalars = empty_scalars(inputs[0], TUNED._replace(conv_steps=8)).normal_()
+        scalars = empty_scalars(inputs[0], Tuning()._replace(conv_steps=8)).normal_()
         gates, convs = gate_pass(inputs, scalars, tokens), convolution_pass(inputs, scalars, tokens)
         gate, conv = best(gates), best(convs)
         for dependent, programs in product((True, False), (conv["programs"] // 2, conv["programs"])):
@@ -77,7 +77,7 @@ def few_tokens(layer: Layer, tokens: int) -> list[dict]:
     inputs = [layer.inputs(*tensors) for tensors in draw(1, tokens)]
     rows = []
     for warps, programs in product((4, 8), (132, 264)):
-        tuning = TUNED._replace(few_tokens=ALL, few_rows=ALL, few_warps=warps, few_programs=programs)
+        tuning = Tuning()._replace(few_tokens=ALL, few_rows=ALL, few_warps=warps, few_programs=programs)
         rows.append({"tokens": tokens, "launches": 1, "warps": warps, "programs": programs})
         rows[-1]["us"] = time(inputs, tuning)
     for dependent in (True, False):
@@ -90,7 +90,7 @@ def decode(layer: Layer, batch: int) -> list[dict]:
     inputs = [layer.inputs(*tensors) for tensors in draw(batch, 1, state=True)]
     rows = []
     for warps, programs in product((4, 8), (40, 132, 264, 528, ALL)):
-        tuning = TUNED._replace(few_rows=ALL, few_warps=warps, few_programs=programs)
+        tuning = Tuning()._replace(few_rows=ALL, few_warps=warps, few_programs=programs)
         rows.append({"batch": batch, "launches": 1, "warps": warps, "programs": programs})
         rows[-1]["us"] = time(inputs, tuning)
     for dependent, block, warps in product((True, False), (128, 256, 512), (2, 4, 8)):

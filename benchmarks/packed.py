@@ -165,7 +165,7 @@ def sweep(layer: Layer) -> list[dict]:
             sets = draw(batch, together)
             row: dict[str, float | str] = {"batch": batch.name, "together": "channels" if together else "columns"}
             inputs = [ours_inputs(layer, Requests(batch), *tensors) for tensors in sets]
-            tuning = op.packed_tuning(inputs[0])
+            tuning = op.tuned("packed_gate_conv", op.PACKED, inputs[0].value)
             for programs in (132, 528) if len(batch.lengths) <= 64 else ():
                 chosen = tuning._replace(few_rows=1 << 30, few_programs=programs)
                 row[f"one launch, {programs} programs"] = time_inputs(inputs, chosen)

@@ -2,6 +2,8 @@
 
 import dataclasses
 import difflib
+import os
+import pathlib
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -110,3 +112,8 @@ def make_config(options: dict[str, Any], mode: str | None = None) -> Config:
     if mode is not None:
         options = {**options, "mode": mode}
     return Config(**options)
+
+
+def user_cache_dir() -> pathlib.Path:
+    """The user's cache folder: XDG_CACHE_HOME where it is set."""
+    return pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache")

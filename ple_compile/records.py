@@ -9,10 +9,8 @@ import dataclasses
 import hashlib
 import json
 import logging
-import os
 import pathlib
 import secrets
-import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +18,7 @@ from typing import Any
 import torch
 
 from ple_compile import upstream
+from ple_compile.json_file import write_json
 from ple_compile.pipeline import FusePass
 from ple_compile.report import GraphReport
 
@@ -60,24 +59,17 @@ def find(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], salt: str) -> 
 def resolve(record: Record, fuse: FusePass) -> GraphReport:
     """The report of a compilation: from the passes if they ran, else from the record that their last run left."""
     if fuse.ran:
-        _write(record.file, {"nonce": record.nonce, **fuse.report.to_dict()})
+        _keep(record, fuse.report)
         return fuse.report
     return record.report or fuse.report
 
 
-def _write(file: pathlib.Path, data: dict[str, Any]) -> None:
-    """Write a record whole or not at all; without it the graph is compiled anew in the next process."""
-    text, partial = json.dumps(data), None
+def _keep(record: Record, report: GraphReport) -> None:
+    """Write a record; without it the graph is compiled anew in the next process."""
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        handle, partial = tempfile.mkstemp(dir=file.parent)
-        with os.fdopen(handle, "w") as out:
-            out.write(text)
-        os.replace(partial, file)
+        write_json(record.file, {"nonce": record.nonce, **report.to_dict()})
     except OSError as error:
-        log.warning("the report of a compiled graph could not be kept in %s: %s", file.parent, error)
-        if partial is not None:
-            pathlib.Path(partial).unlink(missing_ok=True)
+        log.warning("the report of a compiled graph could not be kept in %s: %s", record.file.parent, error)
 
 
 def publish(report: GraphReport) -> None:

@@ -23,7 +23,7 @@ def test_a_record_that_cannot_be_written_is_a_warning(
     else:
         monkeypatch.setattr("os.replace", full)
     with caplog.at_level(logging.WARNING, "ple_compile"):
-        records._write(file, {"nonce": "1"})
+        records._keep(records.Record(file, "1", None), GraphReport())
     assert "could not be kept" in caplog.text
     assert fault == "mkdir" or list(file.parent.iterdir()) == []
 

@@ -28,10 +28,14 @@ from ple_compile.ops._gate_conv_kernels import few_tokens_kernel, state_kernel, 
 from ple_compile.ops._library import define
 from ple_compile.ops._rounding import TRITON_DTYPE
 from ple_compile.ops._tiles import row_parts, vector_size
+from ple_compile.tuning.table import chosen
 
 
 class Tuning(NamedTuple):
-    """Launch choices; the defaults are the best found on one H200 (benchmarks/kernels.py --sweep)."""
+    """Launch choices; the defaults are the best found on one H200 (benchmarks/kernels.py --sweep).
+
+    Those that ple_compile/tuning may change are listed there, with the reason why not all are.
+    """
 
     few_tokens: int = 32  # up to here one launch does everything
     few_rows: int = 64  # single tokens of several requests: up to so many rows (request x stream) as well
@@ -47,13 +51,6 @@ class Tuning(NamedTuple):
     step_block: int = 512
     step_warps: int = 4
     dependent: bool = True  # the second launch begins while the first one ends, from sm90 on
-
-
-TUNED = Tuning()
-# By compute capability, width, and bytes of an element.
-TUNED_FOR: dict[tuple[tuple[int, int] | None, int, int], Tuning] = {
-    ((9, 0), 2560, 2): TUNED._replace(gate_registers=144)
-}
 
 
 class Inputs(NamedTuple):
@@ -141,16 +138,14 @@ def computes(inputs: Inputs) -> bool:
     return gate_op.computes(*inputs[:9]) and inputs.gate_dtype != torch.float64
 
 
-def tuned(inputs: Inputs) -> Tuning:
-    value = inputs.value
-    capability = torch.cuda.get_device_capability(value.device) if value.is_cuda else None
-    return TUNED_FOR.get((capability, value.shape[-1], value.element_size()), TUNED)
+def tuned(op: str, defaults: Tuning, value: Tensor) -> Tuning:
+    return chosen(op, defaults, value.device, width=value.shape[-1], bytes=value.element_size())
 
 
 def run(inputs: Inputs, new_state: Tensor | None, tuning: Tuning | None = None) -> Tensor:
     """Launch the kernels; `new_state` (which may be the old one) receives the next state."""
     check(inputs)
-    tuning = tuning or tuned(inputs)
+    tuning = tuning or tuned("gate_conv", Tuning(), inputs.value)
     batch, seq, width = inputs.key.shape
     out = torch.empty(batch, seq, width, dtype=inputs.out_dtype, device=inputs.key.device)
     if out.numel() == 0:

@@ -12,6 +12,8 @@ never read. `check_ids` finds such ids at the price of a host synchronisation.
 Bytes moved: each row once in, once out; ids once. Offsets are int64 throughout.
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -20,11 +22,19 @@ from torch import Tensor
 from ple_compile.ops._library import define
 from ple_compile.ops._words import in_words, word_type
 from ple_compile.tables import hot_rows, pinning
+from ple_compile.tuning.table import chosen
 
 # Programs of 8 warps that read host memory: 8 reach 28 M random rows a second on one H200, 16 reach 29.
 HOST_PROGRAMS = 8
-_DEVICE_PROGRAMS = 2048
-_TILE_WORDS = 1024
+
+
+class Choices(NamedTuple):
+    """Launch choices for a table in device memory; one in host memory takes the defaults and HOST_PROGRAMS."""
+
+    tile_words: int = 1024
+    most_rows: int = 16  # of a tile
+    programs: int = 2048  # at most; they walk through the ids
+    num_warps: int = 8
 
 
 def reference(table: Tensor, ids: Tensor) -> Tensor:
@@ -86,12 +96,18 @@ def gather_into(rows: Tensor, table: Tensor, ids: Tensor) -> None:
     if cache is not None and cache.is_current():
         cache.gather_into(rows, table, ids)
         return
+    choices = Choices(programs=HOST_PROGRAMS)
+    if not on_host:
+        choices = chosen("lookup", Choices(), table.device, row_bytes=table.shape[1] * table.element_size())
+    run(rows, table, ids, choices)
+
+
+def run(rows: Tensor, table: Tensor, ids: Tensor, choices: Choices) -> None:
     word = word_type(table)
     row_words = in_words(table.shape[1], table, word)
     block_words = triton.next_power_of_2(row_words)
-    block_rows = max(1, min(16, _TILE_WORDS // block_words))
-    programs = HOST_PROGRAMS if on_host else _DEVICE_PROGRAMS
-    programs = min(programs, triton.cdiv(ids.numel(), block_rows))
+    block_rows = max(1, min(choices.most_rows, choices.tile_words // block_words))
+    programs = min(choices.programs, triton.cdiv(ids.numel(), block_rows))
     lookup_kernel[(programs,)](
         rows,
         table,
@@ -104,7 +120,7 @@ def gather_into(rows: Tensor, table: Tensor, ids: Tensor) -> None:
         ROW_STRIDE=in_words(table.stride(0), table, word),
         BLOCK_ROWS=block_rows,
         BLOCK_WORDS=block_words,
-        num_warps=8,
+        num_warps=choices.num_warps,
     )
 
 

@@ -11,12 +11,15 @@ The current token may itself be EOS and still sees its history. Sizes must be po
 Bytes moved per token: N * 8 read (mostly from cache), heads * 8 written. One launch.
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from ple_compile.ops._library import define
+from ple_compile.tuning.table import chosen
 
 
 def reference(
@@ -111,8 +114,28 @@ def ngram_ids_kernel(
         tl.store(ids_ptr + index[:, None] * ((NGRAM - 1) * HEADS) + first + head[None, :], row, mask=store_mask)
 
 
+class Choices(NamedTuple):
+    """Launch choices."""
+
+    block: int = 32  # tokens of a program
+    num_warps: int = 4
+
+
 def launch(
     tokens: Tensor, context: Tensor | None, multipliers: Tensor, sizes: Tensor, offsets: Tensor, eos: int
+) -> Tensor:
+    choices = chosen("ngram_ids", Choices(), tokens.device, heads=sizes.numel())
+    return run(tokens, context, multipliers, sizes, offsets, eos, choices)
+
+
+def run(
+    tokens: Tensor,
+    context: Tensor | None,
+    multipliers: Tensor,
+    sizes: Tensor,
+    offsets: Tensor,
+    eos: int,
+    choices: Choices,
 ) -> Tensor:
     _check(tokens, context, multipliers, sizes, offsets)
     batch, seq = tokens.shape
@@ -120,8 +143,7 @@ def launch(
     if ids.numel() == 0:
         return ids
     ngram, heads = multipliers.numel(), sizes.numel() // (multipliers.numel() - 1)
-    block = 32
-    ngram_ids_kernel[(triton.cdiv(batch * seq, block),)](
+    ngram_ids_kernel[(triton.cdiv(batch * seq, choices.block),)](
         ids,
         tokens,
         tokens if context is None else context,
@@ -139,7 +161,8 @@ def launch(
         NGRAM=ngram,
         HEADS=heads,
         HEADS_PADDED=triton.next_power_of_2(heads),
-        BLOCK=block,
+        BLOCK=choices.block,
+        num_warps=choices.num_warps,
     )
     return ids
 

@@ -9,6 +9,8 @@ zeros on the device and is an error on the CPU; memory outside the table is neve
 Bytes moved per token: heads * D elements in, as many out; offsets into the table are int64.
 """
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -18,9 +20,15 @@ from ple_compile.ops import ngram_ids as ids_op
 from ple_compile.ops._library import define
 from ple_compile.ops._words import in_words, word_type
 from ple_compile.tables import pinning
+from ple_compile.tuning.table import chosen
 
-# Rows of one program of 4 warps: enough reads in flight where there are many rows, enough programs where there are few.
-_MANY_ROWS, _FEW_ROWS = 64, 16
+
+class Choices(NamedTuple):
+    """Launch choices. Rows of a program: enough reads in flight where there are many, enough programs where few."""
+
+    many_rows: int = 64
+    few_rows: int = 16
+    num_warps: int = 4
 
 
 def reference(
@@ -137,6 +145,20 @@ def launch(
     offsets: Tensor,
     eos: int,
 ) -> Tensor:
+    choices = chosen("ngram_lookup", Choices(), tokens.device, row_bytes=table.shape[1] * table.element_size())
+    return run(table, tokens, context, multipliers, sizes, offsets, eos, choices)
+
+
+def run(
+    table: Tensor,
+    tokens: Tensor,
+    context: Tensor | None,
+    multipliers: Tensor,
+    sizes: Tensor,
+    offsets: Tensor,
+    eos: int,
+    choices: Choices,
+) -> Tensor:
     rows = fake(table, tokens, context, multipliers, sizes, offsets, eos)
     if table.device != tokens.device:
         raise ValueError(
@@ -151,7 +173,7 @@ def launch(
     num_ids = tokens.numel() * sizes.numel()
     word = word_type(table)
     row_words = in_words(table.shape[1], table, word)
-    block_rows = _MANY_ROWS if num_ids >= 512 * _MANY_ROWS else _FEW_ROWS
+    block_rows = choices.many_rows if num_ids >= 512 * choices.many_rows else choices.few_rows
     ngram_lookup_kernel[(triton.cdiv(num_ids, block_rows),)](
         rows,
         table,
@@ -174,7 +196,7 @@ def launch(
         ROW_STRIDE=in_words(table.stride(0), table, word),
         BLOCK_ROWS=block_rows,
         BLOCK_WORDS=triton.next_power_of_2(row_words),
-        num_warps=4,
+        num_warps=choices.num_warps,
     )
     return rows
 

@@ -36,6 +36,10 @@ from ple_compile.ops.gate_conv import Tuning, aligned, depends, tuned, turns_of
 # apart takes a third launch, about 2 us of every decode step.
 WALK_WHERE_TOKENS_ARE_AS_MANY_AS_REQUESTS = True
 
+# gate_conv's choices; but decode_kernel's tile of a slot needs twice the threads and shorter parts of a row, or it does
+# not stay in registers (211 to 255 a thread and spills, where this way takes 121).
+PACKED = Tuning(step_warps=8, few_rows=32)
+
 
 class Inputs(NamedTuple):
     """The op's arguments, in schema order."""
@@ -98,13 +102,7 @@ def launch(*args) -> tuple[Tensor, Tensor]:
     inputs = Inputs(*args)
     if inputs.gate_dtype == torch.float64 or not gate_op.computes(*inputs[:8]):
         return reference(*args)
-    return run(inputs, packed_tuning(inputs))
-
-
-def packed_tuning(inputs: Inputs) -> Tuning:
-    """gate_conv's choices; but decode_kernel's tile of a slot needs twice the threads and shorter parts of a row, or it
-    does not stay in registers (211 to 255 a thread and spills, where this way takes 121)."""
-    return tuned(inputs)._replace(step_warps=8, few_rows=32)  # type: ignore[arg-type]  # it reads `value` only
+    return run(inputs, tuned("packed_gate_conv", PACKED, inputs.value))
 
 
 def run(inputs: Inputs, tuning: Tuning) -> tuple[Tensor, Tensor]:

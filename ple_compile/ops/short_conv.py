@@ -11,6 +11,8 @@ Bytes per token: 2 * C elements. A program walks along tokens of equal residue m
 once and stays in registers.
 """
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 import triton
@@ -20,6 +22,7 @@ from torch import Tensor
 from ple_compile.ops._library import define
 from ple_compile.ops._rounding import cast, round_to, silu, to_float32
 from ple_compile.ops._tiles import when
+from ple_compile.tuning.table import chosen
 
 
 def reference(x: Tensor, weight: Tensor, state: Tensor | None, dilation: int) -> Tensor:
@@ -138,17 +141,30 @@ def chains(batch: int, tokens: int, dilation: int, wanted: int) -> tuple[int, in
     return triton.cdiv(tokens, dilation * steps), steps
 
 
+class Choices(NamedTuple):
+    """Launch choices."""
+
+    block: int = 512  # channels of a program
+    chains: int = 4096  # programs, about
+    num_warps: int = 2
+
+
 def launch(x: Tensor, weight: Tensor, state: Tensor | None, dilation: int) -> Tensor:
     if torch.float64 in (x.dtype, weight.dtype):
         return reference(x, weight, state, dilation)
+    choices = chosen("short_conv", Choices(), x.device, channels=x.shape[-1], bytes=x.element_size())
+    return run(x, weight, state, dilation, choices)
+
+
+def run(x: Tensor, weight: Tensor, state: Tensor | None, dilation: int, choices: Choices) -> Tensor:
     check(x, weight, state, dilation)
     y = fake(x, weight, state, dilation)
     if y.numel() == 0:
         return y
     batch, seq, width = x.shape
-    block = min(512, triton.next_power_of_2(width))
+    block = min(choices.block, triton.next_power_of_2(width))
     blocks = triton.cdiv(width, block)
-    segments, steps = chains(batch, seq, dilation, wanted=4096 // blocks)
+    segments, steps = chains(batch, seq, dilation, wanted=choices.chains // blocks)
     short_conv_kernel[(blocks * batch * segments * dilation,)](
         y,
         x,
@@ -163,7 +179,7 @@ def launch(x: Tensor, weight: Tensor, state: Tensor | None, dilation: int) -> Te
         KERNEL=weight.shape[-1],
         DILATION=dilation,
         BLOCK=block,
-        num_warps=2,
+        num_warps=choices.num_warps,
     )
     return y
 

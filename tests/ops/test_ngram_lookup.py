@@ -84,9 +84,9 @@ def test_rows_outside_the_table_are_never_read():
         ngram_lookup.reference(table, tokens, None, *hashes, EOS)
 
 
-def test_many_rows_take_larger_programs(monkeypatch):
-    monkeypatch.setattr(ngram_lookup, "_MANY_ROWS", 1)
-    test_rows_of_the_ids(ngram_lookup.launch, 3, 8, 2, 2, 37)
+def test_many_rows_take_larger_programs():
+    choices = ngram_lookup.Choices(many_rows=1)
+    test_rows_of_the_ids(lambda *args: ngram_lookup.run(*args, choices), 3, 8, 2, 2, 37)
 
 
 def test_opcheck():
