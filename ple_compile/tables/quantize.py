@@ -4,7 +4,8 @@ Two passes: the first finds the largest value and refuses rows that are not fini
 measures. Beside the table itself there is one copy, the quantised one, and a few blocks.
 
 With `path` the result is a safetensors file (which `load_tables` reads) and the model maps it. What is done is noted
-in a file beside it, `<path>.progress`, so that a run that was killed goes on where it stopped.
+in a file beside it, `<path>.progress`, so that a run that was killed goes on where it stopped. A table that stays in
+its files (`load_tables(format="mmap")`) is read from there by blocks, so that none of it is held in memory.
 """
 
 import dataclasses
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 
 from ple_compile.tables.find import Table, find_tables
 from ple_compile.tables.formats import QuantizedEmbedding, format_class
+from ple_compile.tables.mapped import MappedEmbedding
 from ple_compile.tables.offload import is_offloaded
 from ple_compile.tables.progress import Progress
 from ple_compile.tables.replace import replace_embedding
@@ -127,17 +129,16 @@ def _check(table: Table, cls: type[QuantizedEmbedding]) -> None:
     weight = table.weight
     if weight.is_meta:
         raise ValueError(f"quantize_tables: {table.name} is on the meta device; load it first, or use load_tables")
-    if isinstance(table.embedding, QuantizedEmbedding) or weight.dtype.itemsize == 1:
+    quantized = isinstance(table.embedding, QuantizedEmbedding) or weight.dtype.itemsize == 1
+    if quantized or (isinstance(table.embedding, MappedEmbedding) and table.embedding.quantized is not None):
         raise ValueError(f"quantize_tables: {table.name} is {weight.dtype} already; load the original to change it")
-    if weight.shape[0] != table.embedding.num_embeddings and not hasattr(table.embedding, "layout"):
-        raise ValueError(f"quantize_tables: {table.name} stays in its files; use load_tables(format={cls.format!r})")
     if type(weight) is not nn.Parameter or hasattr(table.embedding, "layout"):
         raise ValueError(f"quantize_tables: {table.name} is sharded; quantise before shard_tables")
     cls.spec(*_shape(table), weight.dtype)
 
 
 def _empty(table: Table, cls: type[QuantizedEmbedding]) -> QuantizedEmbedding:
-    rows, width = table.weight.shape
+    rows, width = _shape(table)
     return cls(rows, width, table.embedding.padding_idx, dtype=table.weight.dtype, device="meta")
 
 
@@ -173,9 +174,11 @@ def quantize_rows(
 
 def largest_value(name: str, read: ReadRows, shape: tuple[int, int]) -> float:
     """The largest absolute value of a table; raises ValueError for rows that are not finite."""
-    largest = 0.0
+    largest, progress = 0.0, None
     for start, stop in _blocks(0, shape):
         rows = read(start, stop)
+        progress = progress or Progress(f"checking {name}", shape[0] * shape[1] * rows.dtype.itemsize)
+        progress.advance(rows.nbytes)
         low, high = (float(x) for x in rows.aminmax())
         # NaN compares as false.
         if not -torch.inf < low <= high < torch.inf:
@@ -207,9 +210,12 @@ def encode_rows(
         assert table_scale is not None
         single[key] = table_scale
         write(key, 0, table_scale)
-    progress = Progress(f"quantising {name} to {cls.format}", (shape[0] - first_row) * shape[1] * dtype.itemsize)
+    progress = None
     for start, stop in _blocks(first_row, shape):
         rows = read(start, stop)
+        if progress is None:
+            total = (shape[0] - first_row) * shape[1] * rows.dtype.itemsize
+            progress = Progress(f"quantising {name} to {cls.format}", total)
         single = {key: scale.to(rows.device) for key, scale in single.items()}
         stored = cls.encode(rows, next(iter(single.values()), None))
         for key, value in stored.items():
@@ -225,6 +231,8 @@ def _blocks(first_row: int, shape: tuple[int, int]) -> list[tuple[int, int]]:
 
 
 def _reader(table: Table) -> ReadRows:
+    if isinstance(table.embedding, MappedEmbedding):
+        return table.embedding.rows["weight"].read
     weight = table.weight.detach()
     return lambda start, stop: weight[start:stop]
 
@@ -293,8 +301,7 @@ def _parameter(stored: StoredTensor, table: Table) -> nn.Parameter:
 
 
 def _shape(table: Table) -> tuple[int, int]:
-    rows, width = table.weight.shape
-    return rows, width
+    return table.embedding.num_embeddings, table.embedding.embedding_dim
 
 
 def _base(table: Table) -> str:
@@ -303,10 +310,11 @@ def _base(table: Table) -> str:
 
 def _fingerprint(table: Table, cls: type[QuantizedEmbedding]) -> str:
     """Of what is made of what: a run may go on only with the table that it began with."""
-    weight = table.weight.detach()
-    some = torch.linspace(0, max(weight.shape[0] - 1, 0), _FINGERPRINT_ROWS, dtype=torch.float64).long()
-    sample = weight[some.to(weight.device)].cpu().view(torch.uint8).numpy().tobytes()
-    return f"{cls.format} {tuple(weight.shape)} {weight.dtype} {hashlib.sha256(sample).hexdigest()}"
+    shape, read = _shape(table), _reader(table)
+    some = torch.linspace(0, max(shape[0] - 1, 0), _FINGERPRINT_ROWS, dtype=torch.float64).long().tolist()
+    sample = torch.cat([read(row, row + 1) for row in some]).cpu()
+    digest = hashlib.sha256(sample.view(torch.uint8).numpy().tobytes()).hexdigest()
+    return f"{cls.format} {shape} {sample.dtype} {digest}"
 
 
 class _Note:

@@ -17,6 +17,7 @@ from ple_compile.tables.formats import FORMATS
 from ple_compile.tables.load import load_tables
 from ple_compile.tables.offload import is_offloaded, offload_tables
 from ple_compile.tables.quantize import quantize_tables
+from tests.checkpoints import write_checkpoint
 from tests.tables.test_load import BASE, Model
 
 ROWS, WIDTH = 300, 32
@@ -247,3 +248,22 @@ def test_progress_is_logged(caplog):
     caplog.set_level("INFO", logger="ple_compile")
     quantize_tables(random_model(), "fp8")
     assert f"quantising {BASE}.weight to fp8" in caplog.text and "error" in caplog.text
+
+
+@pytest.mark.parametrize("to_file", [False, True])
+def test_a_table_that_stays_in_its_files_is_read_from_there(tmp_path, to_file):
+    write_checkpoint(tmp_path / "plain", ROWS, WIDTH, num_parts=7, num_files=3, base=BASE)
+    mapped, expected = Model(ROWS, WIDTH), Model(ROWS, WIDTH)
+    load_tables(mapped, tmp_path / "plain", format="mmap")
+    load_tables(expected, tmp_path / "plain", format="nvfp4")
+    quantize_tables(mapped, "nvfp4", path=tmp_path / "q.safetensors" if to_file else None)
+    for name, parameter in expected.table.named_parameters():
+        assert torch.equal(mapped.table.get_parameter(name).view(torch.uint8), parameter.view(torch.uint8)), name
+
+
+def test_a_quantised_table_that_stays_in_its_files_is_refused(tmp_path):
+    quantize_tables(random_model(), "fp8", path=tmp_path / "q.safetensors")
+    model = Model(ROWS, WIDTH)
+    load_tables(model, tmp_path, format="mmap")
+    with pytest.raises(ValueError, match="already; load the original"):
+        quantize_tables(model, "nvfp4")
