@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import ple_compile  # noqa: F401  (registers the backend)
-from benchmarks.measure import environment, graph_microseconds, markdown, num_sets
+from ple_compile.measuring.timing import environment, graph_microseconds, markdown, num_sets
 from ple_compile.sharding.shard import shard_tables
 
 HEADS, WIDTH = 16, 160

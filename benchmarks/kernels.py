@@ -17,10 +17,10 @@ from pathlib import Path
 import launch_choices
 import peer
 import torch
-from layer import CHANNELS, DILATION, DTYPE, EPS, WIDTH, WINDOW, Layer, draw
-from measure import copy_bytes_per_microsecond, environment, graph_microseconds, markdown
 from torch import Tensor
 
+from ple_compile.measuring.layer import CHANNELS, DILATION, DTYPE, EPS, WIDTH, WINDOW, Layer, draw
+from ple_compile.measuring.timing import copy_bytes_per_microsecond, environment, graph_microseconds, markdown
 from ple_compile.ops import gate_conv as op
 
 TOKENS = (1, 64, 1024, 8192)

@@ -3,9 +3,9 @@
 from itertools import product
 
 import torch
-from layer import Layer, draw
-from measure import graph_microseconds
 
+from ple_compile.measuring.layer import Layer, draw
+from ple_compile.measuring.timing import graph_microseconds
 from ple_compile.ops.gate_conv import Inputs, Tuning, empty_scalars, launch_scalars, launch_window, run
 
 ALL = 1 << 30

@@ -11,9 +11,9 @@ import json
 from pathlib import Path
 
 import torch
-from measure import copy_bytes_per_microsecond, environment, graph_microseconds, markdown
 from torch import Tensor
 
+from ple_compile.measuring.timing import copy_bytes_per_microsecond, environment, graph_microseconds, markdown
 from ple_compile.ops.lookup import lookup
 from ple_compile.ops.ngram_ids import ngram_ids
 from ple_compile.ops.ngram_lookup import ngram_lookup

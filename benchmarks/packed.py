@@ -18,10 +18,10 @@ from types import ModuleType
 
 import peer
 import torch
-from layer import CHANNELS, DILATION, DTYPE, EPS, WIDTH, WINDOW, Layer, random
-from measure import copy_bytes_per_microsecond, environment, graph_microseconds, markdown, num_sets
 from torch import Tensor
 
+from ple_compile.measuring.layer import CHANNELS, DILATION, DTYPE, EPS, WIDTH, WINDOW, Layer, random
+from ple_compile.measuring.timing import copy_bytes_per_microsecond, environment, graph_microseconds, markdown, num_sets
 from ple_compile.ops import packed_gate_conv as op
 from ple_compile.ops.packed_ngram_ids import packed_ngram_ids
 

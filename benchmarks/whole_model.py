@@ -28,7 +28,6 @@ from typing import Any
 
 import torch
 import transformers
-from measure import environment, markdown
 from torch import Tensor
 from transformers import DynamicCache, StaticCache
 from transformers.models.qwen4_exp import modeling_qwen4_exp as modeling
@@ -36,6 +35,7 @@ from transformers.models.qwen4_exp.configuration_qwen4_exp import Qwen4ExpTextCo
 
 import ple_compile
 from ple_compile import whole_graph
+from ple_compile.measuring.timing import environment, markdown
 
 PROMPTS, STEPS, WARM_STEPS = (1, 2048, 8192), 64, 8
 MAX_CACHE_LEN = PROMPTS[-1] + STEPS + WARM_STEPS + 8
