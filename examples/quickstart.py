@@ -74,6 +74,11 @@ def build_model(device: str) -> Qwen4ExpForCausalLM:
     return model.to(torch.bfloat16 if device == "cuda" else torch.float32)
 
 
+def model() -> Qwen4ExpForCausalLM:
+    """What `python -m ple_compile explain examples/quickstart.py` looks at."""
+    return build_model("cuda" if torch.cuda.is_available() else "cpu")
+
+
 def seconds(call: Callable[[], object], repeats: int = 5) -> float:
     """Median wall time of a call."""
     times = []
