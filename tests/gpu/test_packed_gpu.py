@@ -65,7 +65,7 @@ PLANS = [
 def test_every_launch_plan(plan):
     def planned(*args) -> tuple[torch.Tensor, torch.Tensor]:
         inputs = op.Inputs(*args)
-        return op.run(inputs, op.packed_tuning(inputs)._replace(**plan))
+        return op.run(inputs, op.tuned("packed_gate_conv", op.PACKED, inputs.value)._replace(**plan))
 
     for batch in (*BATCHES.values(), *LARGE.values()):
         inputs = draw(batch, 512, 4)

@@ -93,7 +93,7 @@ def test_kernels(name, pool, boundaries):
 
 
 def planned(plan: str, inputs: op.Inputs) -> tuple[torch.Tensor, torch.Tensor]:
-    return op.run(inputs, op.packed_tuning(inputs)._replace(**PLANS[plan]))
+    return op.run(inputs, op.tuned("packed_gate_conv", op.PACKED, inputs.value)._replace(**PLANS[plan]))
 
 
 @pytest.mark.parametrize("plan", PLANS)
