@@ -52,6 +52,8 @@ def run(options: argparse.Namespace) -> int:
     make_config(settings)  # before a model is built: what is wrong is told at once
     if settings.get("strict"):
         raise ValueError("--option strict: the exit code says whether every layer ran fused, and the report why not")
+    if options.save is not None and not options.save.absolute().parent.is_dir():
+        raise ValueError(f"--save {options.save}: the folder does not exist")
     device = None if options.device is None else arguments.device_of(options.device)
     model, args, kwargs = load(
         options.model, device, arguments.DTYPES.get(options.dtype), dict(options.config), options.tokens

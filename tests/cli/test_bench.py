@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from ple_compile.cli.main import main
 from ple_compile.measuring import compare, figures, timing
@@ -51,3 +52,11 @@ def test_a_commit_that_was_not_noted_is_called_that() -> None:
     noted = {"gpu": "GPU", "torch": "2.11", "triton": "3.6", "command": "x.py", "commit": "0123456789abcdef"}
     assert "commit 0123456789;" in figures.caption(noted)
     assert "commit not noted" in figures.caption(noted | {"commit": "HEAD"})
+
+
+def test_a_way_that_computes_something_else_is_not_timed() -> None:
+    expected = torch.ones(4)
+    compare.check("ours", expected * 1.01, expected)
+    for wrong in (expected * 1.05, expected * torch.nan):
+        with pytest.raises(RuntimeError, match="ours gives another result than eager"):
+            compare.check("ours", wrong, expected)

@@ -58,6 +58,7 @@ def test_arguments_that_cannot_be_read_are_2(argv: list[str], capsys: pytest.Cap
         (["explain", "m", "--option", "fuse_gate=2"], "Config.fuse_gate is 2"),
         (["explain", "m", "--option", "strict=true"], "the exit code says"),
         (["explain", "m.py", "--config", "a=1"], "makes its own model"),
+        (["explain", "m", "--save", "no/folder/report.html"], "the folder does not exist"),
         (["quantize", "nowhere", "out", "--format", "fp8"], "nowhere does not exist"),
     ],
 )
