@@ -7,7 +7,8 @@ MODEL is one of
                                      returns it, or (model, args) or (model, args, kwargs) of the call to explain.
                                      Without args a variable `inputs` of the file is used: a tuple of args or a dict of
                                      kwargs.
-A model without inputs is called with one row of random token ids. Models are put into evaluation mode.
+A model without inputs is called with one row of random token ids. Models are put into evaluation mode; one that a file
+makes stays where the file put it unless --device is given.
 
 Exit code 0: every PLE layer ran fused; 1: some did not, or there is none.
 """

@@ -5,7 +5,8 @@ than the present choices by 2 % or more into the user's cache folder, from where
 choices that change no bit of a result are tried. Nothing else tunes: not a compilation, not a call of a model. Other
 GPUs, other Triton versions and changed kernels have files of their own; deleting the file undoes it.
 
-The search takes some minutes, and a table of its own for the lookups: at most half of the free GPU memory.
+The search compiles and times every candidate, which takes a while, and makes a table of its own for the lookups, of at
+most half of the free GPU memory.
 
 Exit code 0; 2 without a GPU.
 """
