@@ -5,6 +5,7 @@ side is not counted, so these are figures of the graph, not measurements.
 """
 
 import ast
+import functools
 import math
 import operator
 from collections.abc import Callable
@@ -53,9 +54,14 @@ def evaluate(size: int | str, sizes: dict[str, int]) -> int | None:
     if isinstance(size, int):
         return size
     try:
-        return _evaluate(ast.parse(size, mode="eval").body, sizes)
+        return _evaluate(_parsed(size), sizes)
     except (SyntaxError, KeyError, ZeroDivisionError):
         return None
+
+
+@functools.lru_cache(4096)
+def _parsed(size: str) -> ast.expr:
+    return ast.parse(size, mode="eval").body
 
 
 def _evaluate(node: ast.expr, sizes: dict[str, int]) -> int:

@@ -16,7 +16,8 @@ import pytest
 _BINARY = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 _FLAGS = (
     "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
-    "--disable-component-update --disable-sync --disable-dev-shm-usage --hide-scrollbars --enable-logging=stderr --dump-dom"
+    "--disable-component-update --disable-sync --disable-dev-shm-usage --hide-scrollbars --enable-logging=stderr "
+    "--dump-dom"
 ).split()
 
 # The page stands in a frame: windows have a smallest width, frames have none, and a media query sees the frame's.

@@ -93,7 +93,8 @@ def test_where_a_lookup_starts_and_is_waited_for(distance: int, start: str) -> N
     def backend(gm: torch.fx.GraphModule, inputs: list) -> object:
         inputs = list(inputs)
         host_tables.take_over(gm, inputs, config)
-        return passes_backend(traced, config)(gm, inputs)
+        passes_backend(traced, config)(gm, inputs)
+        return gm.forward  # torch 2.11 cannot run the passes' graph without Inductor
 
     with torch.no_grad():
         torch.compile(model, backend=backend)(*model.inputs())
