@@ -4,6 +4,7 @@ Which nodes belong to a PLE layer follows from where the passes found something:
 node's own module path decides, then its neighbours, for nodes that a pass made or that carry no path.
 """
 
+import dataclasses
 import os
 import re
 from collections.abc import Iterable, Sequence
@@ -14,7 +15,8 @@ from torch.fx import Graph, Node
 
 from ple_compile import upstream
 from ple_compile.layer_graphs import Drawing, GraphNode, LayerGraph, Prefetch, Shape, Source, Symbol
-from ple_compile.matching.graph import aten, is_tensor, layer_of, numbered_layer
+from ple_compile.matching.graph import layer_of, numbered_layer
+from ple_compile.node_facts import innermost_source, launches, looks_up, returns_tensors, target_name, writes
 from ple_compile.report import Event
 
 # A layer of any known model has fewer than 300; a graph that shows no modules may be a whole model.
@@ -22,11 +24,7 @@ MAX_NODES = 600
 
 _LOOKUPS = ("fuse_ngram_ids", "fuse_lookup", "prefetch_lookup", "lower_lookup")
 _GATES = ("fuse_gate", "merge_kv_proj", "merge_gate_conv")
-_WAITS = ("_c10d_functional.wait_tensor.default", "ple.wait_rows.default", "ple.lookup_wait.default")
 _PRODUCTS = ("aten.mm.", "aten.addmm.", "aten.bmm.", "aten.baddbmm.", "aten.convolution.", "ple.kv_proj.")
-_LOOKUP_OPS = ("aten.embedding.", "aten.index_select.", "ple.lookup.", "ple.sharded_lookup.")
-_FRAME = re.compile(r'File "(.*)", line (\d+), in (.*)')
-_TORCH = os.path.dirname(torch.__file__) + os.sep
 
 
 class Recorder:
@@ -73,7 +71,9 @@ class Recorder:
         members: dict[str, list[Node]] = {layer: [] for layer in layers}
         for node, layer in owners.items():
             members[layer].append(node)
-        return [self._layer_graph(layer, nodes, owners) for layer, nodes in members.items() if nodes]
+        found = [self._layer_graph(layer, nodes, owners) for layer, nodes in members.items() if nodes]
+        drawings: dict[Drawing, Drawing] = {}
+        return [dataclasses.replace(part, drawing=drawings.setdefault(part.drawing, part.drawing)) for part in found]
 
     def _drop_unread(self) -> None:
         """What nobody reads any more counts as removed with its last reader: Inductor removes it next."""
@@ -88,7 +88,7 @@ class Recorder:
     def _owners(self, layers: list[str]) -> dict[Node, str]:
         """Calls that return tensors, in order, each with the layer that it belongs to."""
         everything = [*self.before, *self.made_by]
-        calls = [node for node in everything if node.op == "call_function" and _returns_tensors(node)]
+        calls = [node for node in everything if node.op == "call_function" and returns_tensors(node)]
         owners: dict[Node, str] = {}
         for node in calls:
             inside = [layer for layer in layers if _inside(layer_of(node), layer)]
@@ -127,7 +127,7 @@ class Recorder:
         outside = [n for both in edges.values() for inputs in both for n in inputs or () if n not in members]
         outside = list(dict.fromkeys(outside))
         places = {node: index for index, node in enumerate([*outside, *kept])}
-        tables = {node.args[0] for node in self.before if node.op == "call_function" and _looks_up(node)}
+        tables = {node.args[0] for node in self.before if node.op == "call_function" and looks_up(node)}
         outputs = {n for reader, inputs in self.inputs.items() if owners.get(reader) != layer for n in inputs}
         outputs |= {n for n in kept if n in self._now and any(owners.get(reader) != layer for reader in n.users)}
         sources: dict[Source, int] = {}
@@ -147,8 +147,8 @@ class Recorder:
                     after=after,
                     made_by=self.made_by.get(node, ""),
                     removed_by=self.removed_by.get(node, ""),
-                    launches=int(_launches(node)),
-                    writes=_writes(node, self._inputs_of(node)),
+                    launches=int(launches(node)),
+                    writes=writes(node, self._inputs_of(node)),
                     output=node in outputs,
                 )
             )
@@ -160,7 +160,7 @@ class Recorder:
         """Inputs that are tensors, before and after the passes."""
         before, after = self.inputs.get(node), node.all_input_nodes if node in self._now else None
         return tuple(  # type: ignore[return-value]
-            None if inputs is None else [n for n in inputs if _returns_tensors(n)] for inputs in (before, after)
+            None if inputs is None else [n for n in inputs if returns_tensors(n)] for inputs in (before, after)
         )
 
     def _input(
@@ -219,7 +219,7 @@ class Recorder:
     def _source(self, node: Node) -> Source | None:
         trace = node.meta.get("stack_trace") or ""
         if trace not in self._sources:
-            self._sources[trace] = _innermost(trace)
+            self._sources[trace] = innermost_source(trace)
         return self._sources[trace]
 
     def _prefetches(self, nodes: list[Node], owners: dict[Node, str]) -> Iterable[Prefetch]:
@@ -237,7 +237,7 @@ class Recorder:
                 wait.name,
                 _first_layer(n for n in order[places[start] + 1 :] if n not in owners or n is wait),
                 _first_layer(order[places[wait] :]),
-                sum(_launches(n) for n in between if _returns_tensors(n)),
+                sum(launches(n) for n in between if returns_tensors(n)),
                 sum(target_name(n).startswith(_PRODUCTS) for n in between),
             )
 
@@ -285,62 +285,3 @@ def _relative(path: str, layer: str) -> str:
         return path[len(layer) + 1 :]
     path = re.sub(r"\.size\(\)\[(\d+)\]$", r".size(\1)", path)
     return re.sub(r"^L\['(\w+)'\]", r"\1", path)
-
-
-def target_name(node: Node) -> str:
-    """`aten.mul.Tensor`; of a call that waits for others (`control_deps`), what it calls."""
-    target: Any = _called(node)
-    return str(target) if isinstance(target, torch._ops.OpOverload) else getattr(target, "__name__", str(target))
-
-
-def _called(node: Node) -> Any:
-    attributes = [arg for arg in node.args if isinstance(arg, Node) and arg.op == "get_attr"]
-    if node.target is not upstream.control_deps or not attributes:
-        return node.target
-    body = getattr(node.graph.owning_module, str(attributes[0].target))
-    return next(n.target for n in body.graph.nodes if n.op == "call_function")
-
-
-def _looks_up(node: Node) -> bool:
-    if not str(node.target).startswith(_LOOKUP_OPS):
-        return False
-    return isinstance(node.args[0], Node) and is_tensor(node.args[0]) and node.args[0].meta["val"].dim() == 2
-
-
-def _returns_tensors(node: Node) -> bool:
-    val = node.meta.get("val")
-    return isinstance(val, torch.Tensor) or isinstance(val, tuple) and any(isinstance(v, torch.Tensor) for v in val)
-
-
-def _launches(node: Node) -> bool:
-    target, val = _called(node), node.meta["val"]
-    if not isinstance(target, torch._ops.OpOverload) or str(target) in _WAITS or target is aten._unsafe_view.default:
-        return False
-    if isinstance(val, torch.Tensor) and val.dim() == 0:
-        return False
-    aliases = [result.alias_info for result in target._schema.returns if result.alias_info is not None]
-    return all(alias.is_write for alias in aliases)
-
-
-def _writes(node: Node, inputs: list[Node]) -> bool:
-    """One tensor of new memory. What a call with several results makes is counted where each is taken."""
-    if not is_tensor(node) or node.meta["val"].dim() == 0:
-        return False
-    if target_name(node) == "getitem":
-        return _launches(inputs[0])
-    if target_name(node) == "ple.lookup_wait.default":  # into memory that its start has allocated
-        return True
-    target = _called(node)
-    return _launches(node) and not any(result.alias_info is not None for result in target._schema.returns)
-
-
-def _innermost(trace: str) -> Source | None:
-    """The innermost line of a stack trace that is not PyTorch's own."""
-    lines = [line.strip() for line in trace.splitlines()]
-    frames = [(index, found) for index, line in enumerate(lines) if (found := _FRAME.match(line))]
-    theirs = [frame for frame in frames if not frame[1].group(1).startswith(_TORCH)] or frames
-    if not theirs:
-        return None
-    index, found = theirs[-1]
-    code = lines[index + 1] if index + 1 < len(lines) else ""
-    return Source(found.group(1), int(found.group(2)), found.group(3), "" if _FRAME.match(code) else code[:160])

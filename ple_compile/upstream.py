@@ -14,6 +14,7 @@ import sympy
 import torch
 from torch._dynamo import config as dynamo_config
 from torch._dynamo.utils import counters
+from torch._functorch._aot_autograd.descriptors import PlainAOTInput
 from torch._guards import detect_fake_mode
 from torch._inductor import config as inductor_config
 from torch._inductor import list_mode_options
@@ -141,7 +142,8 @@ def input_name(placeholder: torch.fx.Node) -> str:
 
 def input_index(placeholder: torch.fx.Node) -> int | None:
     """Which input of the Dynamo graph became this placeholder; None where AOTAutograd does not say."""
-    return getattr(placeholder.meta.get("desc"), "idx", None)
+    described = placeholder.meta.get("desc")
+    return described.idx if isinstance(described, PlainAOTInput) else None
 
 
 def expression(size: torch.SymInt) -> Any:
