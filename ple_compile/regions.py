@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ple_compile import records, upstream, whole_graph
+from ple_compile import accelerate_hooks, records, upstream, whole_graph
 from ple_compile.config import Config, make_config
 from ple_compile.layers import find_ple_layers
 from ple_compile.tables.formats import check_scales
@@ -55,9 +55,10 @@ def compile(model: nn.Module, **config: Any) -> nn.Module:
     model, `restore` it first; `state_dict` and `save_pretrained` work as before.
 
     Keyword arguments are the fields of `ple_compile.Config`. Calling it again replaces the earlier configuration.
-    While a model is compiled, Dynamo's `recompile_limit` is at least 64. Raises ValueError for an unknown option, for a
-    quantised table whose scale is missing, zero or NaN, and, with `strict=True`, for a model without a PLE layer;
-    otherwise such a model is returned as it is, with a warning.
+    While a model is compiled, Dynamo's `recompile_limit` is at least 64. A layer whose weights accelerate moves in
+    every forward (`device_map` with the CPU or disk) is left alone, with a warning or, with `strict=True`, an error.
+    Raises ValueError for an unknown option, for a quantised table whose scale is missing, zero or NaN, and, with
+    `strict=True`, for a model without a PLE layer; otherwise such a model is returned as it is, with a warning.
     """
     settings = make_config(config)
     restore(model)
@@ -69,11 +70,14 @@ def compile(model: nn.Module, **config: Any) -> nn.Module:
         log.warning("ple_compile.compile: %s; nothing was compiled", message)
         return model
     check_scales(model)
+    if settings.strict:
+        _refuse_hooks(layers)
     applied = _apply_whole_graph(model, settings)
     regions = _regions(model, layers, applied is not None)
     undo = _Undo(settings, [], applied)
     for name, region in regions.items():
-        undo.set(region, "_compiled_call_impl", _compiled_call(region, name, settings))
+        if _pass_by_hooks(name, region, undo):
+            undo.set(region, "_compiled_call_impl", _compiled_call(region, name, settings))
     if hasattr(model, "get_compiled_call"):
         undo.set(model, "get_compiled_call", _CompiledCallHook(model))
     _compiled_models[model] = undo
@@ -101,6 +105,31 @@ def restore(model: nn.Module) -> nn.Module:
     if not _compiled_models:
         upstream.reset_recompile_limit()
     return model
+
+
+def _pass_by_hooks(name: str, region: nn.Module, undo: _Undo) -> bool:
+    """Call the forwards inside a region past accelerate's hooks; False, with a warning, where these have work to do."""
+    idle = accelerate_hooks.idle_inside(region)
+    if idle is None:
+        log.warning(_at_work(name))
+        return False
+    for module in idle:
+        undo.set(module, "forward", module._old_forward)
+    return True
+
+
+def _refuse_hooks(layers: dict[str, nn.Module]) -> None:
+    for name, layer in layers.items():
+        if accelerate_hooks.idle_inside(layer) is None:
+            raise ValueError(_at_work(name))
+
+
+def _at_work(name: str) -> str:
+    return (
+        f"ple_compile.compile: accelerate's hooks move weights or inputs inside {name or 'the model'} in every forward "
+        "(device_map), so it is not compiled; load the model without offloading this layer, and use "
+        "ple_compile.offload_tables"
+    )
 
 
 def _apply_whole_graph(model: nn.Module, config: Config) -> whole_graph.Undo | None:
