@@ -4,7 +4,7 @@ TORCH ?= torch>=2.11
 VENV := .venv
 RUN := $(VENV)/bin/python
 
-.PHONY: quickstart test lint
+.PHONY: quickstart test lint docs
 
 $(VENV)/ready: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -23,3 +23,7 @@ lint: $(VENV)/ready
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy
+
+docs: $(VENV)/ready
+	$(VENV)/bin/pip install --quiet --editable ".[docs]"
+	$(RUN) -m sphinx --fail-on-warning --keep-going --quiet docs build/docs

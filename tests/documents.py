@@ -1,0 +1,60 @@
+"""The pages for people, as code: Python blocks that run in order, and commands that run somewhere.
+
+Blocks of one page share a namespace. What a reader need not see (small sizes, stand-ins) is in HTML comments:
+
+    <!--- invisible-code-block: python
+    ...
+    --->
+
+and a block that needs a GPU, which tests/gpu runs and the other tests skip, is marked by the comment GPU_MARK.
+"""
+
+import pathlib
+import re
+import shlex
+from unittest import SkipTest
+
+from sybil import Document
+from sybil.parsers.markdown import PythonCodeBlockParser, SkipParser
+
+ROOT = pathlib.Path(__file__).parent.parent
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
+
+GPU_MARK = '<!--- skip: next if(no_gpu, reason="needs a GPU") --->'
+
+_FENCE = re.compile(r"^(?P<fence>`{3,})(?P<language>[^\n`]*)\n(?P<text>.*?)^(?P=fence)$", re.MULTILINE | re.DOTALL)
+_CODE_SPAN = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
+_STARTS_A_COMMAND = re.compile(r"^([A-Z_]+=\S+ )*(make|python|pytest|torchrun|pip|ruff|mypy) ")
+
+
+def run_python(name: str, *, no_gpu: bool) -> int:
+    """Run the Python blocks of a page in the current folder; returns how many ran."""
+    document = Document.parse(str(ROOT / name), PythonCodeBlockParser(), SkipParser())
+    document.namespace.update(no_gpu=no_gpu, __name__="documentation")
+    ran = 0
+    for example in document.examples():
+        try:
+            example.evaluate()
+        except SkipTest:
+            continue
+        ran += 1
+    return ran
+
+
+def blocks(name: str) -> list[tuple[str, str]]:
+    """(language, text) of every fenced block of a page."""
+    found = _FENCE.finditer((ROOT / name).read_text())
+    return [(block["language"].strip(), block["text"]) for block in found]
+
+
+def commands(name: str) -> list[str]:
+    """The lines of a page's `bash` blocks, without what is said about them."""
+    lines = [line for language, text in blocks(name) if language == "bash" for line in text.splitlines()]
+    return [" ".join(shlex.split(line, comments=True)) for line in lines if shlex.split(line, comments=True)]
+
+
+def mentioned_commands(name: str) -> list[str]:
+    """Commands that stand in a sentence."""
+    text = _FENCE.sub("", (ROOT / name).read_text())
+    return [span for span in _CODE_SPAN.findall(text) if _STARTS_A_COMMAND.match(span)]

@@ -1,0 +1,67 @@
+"""Every block of README.md, CONTRIBUTING.md, SECURITY.md and docs/ runs, or is known to run elsewhere."""
+
+import pathlib
+
+import pytest
+
+from tests.documents import GPU_MARK, NAMES, ROOT, blocks, commands, mentioned_commands, run_python
+
+# What a fence may be: code that runs here, commands (below), output and files that are shown, or Sphinx.
+LANGUAGES = {"python", "bash", "text", "diff", "{include}", "{toctree}", "{eval-rst}"}
+
+# Commands of `bash` blocks: the file that runs each in continuous integration, and the words by which it does.
+RUN_BY: dict[str, tuple[str, str]] = {
+    "make lint": (".ci/run", "make lint"),
+    "make docs": (".ci/run", "make docs"),
+    "make quickstart": (".ci/run", "make quickstart"),
+    "make test": (".ci/run", "make test"),
+    ".ci/run": (".ci/run", "#!/usr/bin/env bash"),
+    "pip install .[transformers]": (
+        ".ci/run",
+        'pip install --quiet --no-deps --target build/installed ".[transformers]"',
+    ),
+    "torchrun --nproc-per-node 2 -m examples.etp --tp 2 --backend ple": ("tests/examples/test_etp.py", '"ple"]'),
+    "torchrun --nproc-per-node 4 -m examples.etp --tp 2": ("tests/examples/test_etp.py", "(4, 2, "),
+}
+
+# The first page is run as a reader would. The others leave out Inductor's code generation, which takes most of the
+# time and is the same for all of them; CONTRIBUTING.md does so by itself.
+WITH_CODE_GENERATION = {"README.md", "CONTRIBUTING.md"}
+
+with_python = [name for name in NAMES if any(language == "python" for language, _ in blocks(name))]
+
+
+@pytest.mark.parametrize("name", with_python)
+def test_python_blocks(
+    name: str, request: pytest.FixtureRequest, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request.getfixturevalue("fresh_dynamo" if name in WITH_CODE_GENERATION else "no_codegen")
+    monkeypatch.chdir(tmp_path)
+    assert run_python(name, no_gpu=True) > 0
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_block_is_of_a_known_kind(name: str) -> None:
+    kinds = {language.split(" ")[0] for language, _ in blocks(name)}
+    assert kinds <= LANGUAGES
+    text = (ROOT / name).read_text()
+    assert text.count("<!--- skip:") == text.count(GPU_MARK), "a block is skipped for another reason than a GPU"
+
+
+def test_every_command_runs_somewhere() -> None:
+    assert {command for name in NAMES for command in commands(name)} == set(RUN_BY)
+    for file, words in RUN_BY.values():
+        assert words in (ROOT / file).read_text(), f"{file} no longer runs {words}"
+
+
+def test_mentioned_commands_name_what_exists() -> None:
+    targets = [line.split(":")[0] for line in (ROOT / "Makefile").read_text().splitlines() if ":" in line]
+    for command in (command for name in NAMES for command in mentioned_commands(name)):
+        words = [word for word in command.split() if "=" not in word]
+        if words[0] == "make":
+            assert words[1] in targets, command
+        for word in words:
+            if word.startswith(("tests/", "benchmarks/", "examples/")):
+                assert (ROOT / word).exists(), command
+            elif word.startswith(("tests.", "benchmarks.", "examples.")):
+                assert (ROOT / f"{word.replace('.', '/')}.py").exists(), command
