@@ -23,6 +23,15 @@ NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
 
 GPU_MARK = '<!--- skip: next if(no_gpu, reason="needs a GPU") --->'
 
+# Measurements that the text names, and how the GPU tests run each: small, into a folder of their own.
+GPU_COMMANDS = {
+    "python benchmarks/kernels.py --peer DIR": "benchmarks/kernels.py --out OUT/kernels.json",
+    "python benchmarks/host_table.py": "benchmarks/host_table.py --rows 1000000 --cache-percent 1 --out OUT/host.json",
+    "torchrun --nproc-per-node 2 -m benchmarks.etp": (
+        "-m torch.distributed.run --standalone --nproc-per-node 2 -m benchmarks.etp --rows 100001 --tokens 64"
+    ),
+}
+
 _FENCE = re.compile(r"^(?P<fence>`{3,})(?P<language>[^\n`]*)\n(?P<text>.*?)^(?P=fence)$", re.MULTILINE | re.DOTALL)
 _CODE_SPAN = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
 _STARTS_A_COMMAND = re.compile(r"^([A-Z_]+=\S+ )*(make|python|pytest|torchrun|pip|ruff|mypy) ")

@@ -4,7 +4,7 @@ import pathlib
 
 import pytest
 
-from tests.documents import GPU_MARK, NAMES, ROOT, blocks, commands, mentioned_commands, run_python
+from tests.documents import GPU_COMMANDS, GPU_MARK, NAMES, ROOT, blocks, commands, mentioned_commands, run_python
 
 # What a fence may be: code that runs here, commands (below), output and files that are shown, or Sphinx.
 LANGUAGES = {"python", "bash", "text", "diff", "{include}", "{toctree}", "{eval-rst}"}
@@ -58,6 +58,8 @@ def test_mentioned_commands_name_what_exists() -> None:
     targets = [line.split(":")[0] for line in (ROOT / "Makefile").read_text().splitlines() if ":" in line]
     for command in (command for name in NAMES for command in mentioned_commands(name)):
         words = [word for word in command.split() if "=" not in word]
+        if "benchmarks" in command:
+            assert command in {*GPU_COMMANDS, "python -m benchmarks.etp_traffic"}  # the latter: tests/sharding
         if words[0] == "make":
             assert words[1] in targets, command
         for word in words:

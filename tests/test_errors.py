@@ -4,7 +4,8 @@ from tests.messages import documented, messages
 
 
 def test_every_message_has_a_cause_and_a_remedy() -> None:
-    missing = [f"{place}: {text}" for text, place in messages().items() if text not in documented()]
+    described = documented()
+    missing = [f"{place}: {text}" for text, place in messages().items() if text not in described]
     assert not missing, "`python -m tests.messages` prints the rows that docs/errors.md lacks:\n" + "\n".join(missing)
 
 

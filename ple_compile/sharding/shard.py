@@ -36,6 +36,10 @@ def shard_tables(
     `ple_compile.sharding.topology.Sharding` for what the settings mean together. The table is frozen. Afterwards, all
     ranks must run every lookup, with zero tokens if they have none; and nobody may change the table while others look
     rows up (after loading, call `torch.distributed.barrier()`).
+
+    Raises ValueError for axes that the mesh does not have or has in another order, for `host` or `share_host` where
+    they mean nothing, for a model without an n-gram table, and for a table that cannot be split by rows: one that is
+    sharded or offloaded already, has `max_norm`, or is looked up by other means than `nn.Embedding.forward`.
     """
     sharding = Sharding(axis=axis, same_tokens=same_tokens, host=host, share_host=share_host)
     sharding.check(mesh)

@@ -30,6 +30,10 @@ def offload_tables(model: nn.Module, gpu_cache_bytes: int = 0) -> list[str]:
     `gpu_cache_bytes` of GPU memory, split evenly between the tables, hold the most used rows (`hot_rows`). They are
     copies: `load_state_dict` and in-place updates of the parameter drop them; a write through `.data`, which torch
     does not record, does not, so call `offload_tables` again after one.
+
+    Raises ValueError for a model without an n-gram table, for a weight that is no contiguous plain parameter, for a
+    cache of fewer than zero bytes or too few to hold a set of rows, on a machine without a GPU, and where the CUDA
+    driver refuses to lock so much memory (the message says which limit to raise).
     """
     if gpu_cache_bytes < 0:
         raise ValueError(f"offload_tables: gpu_cache_bytes is {gpu_cache_bytes}; pass 0 for no cache, or a size")

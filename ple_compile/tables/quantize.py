@@ -96,10 +96,19 @@ class Totals:
 
 
 def quantize_tables(model: nn.Module, format: str, *, path: str | os.PathLike | None = None) -> list[QuantizationError]:
-    """Replace the model's n-gram tables by quantised ones, "fp8", "fp8_row" or "nvfp4"; returns the errors.
+    """Replace the model's n-gram tables by quantised ones, in place; returns how far each is from the original.
 
-    `path`: a safetensors file to write into, and to go on with if a former run was killed while writing it.
-    Raises ValueError for rows that are not finite, naming table and row, and leaves the model as it was.
+    `format` is "fp8" (e4m3 values, one scale for the table), "fp8_row" (one scale for each row) or "nvfp4" (e2m1
+    values, two in a byte, an e4m3 scale for every 16 values of a row and a float32 scale for the table). Lookups give
+    rows in the dtype that the table had. The new table lies on the old one's device; beside both, a few blocks of rows
+    are in memory.
+
+    `path`: a safetensors file to write into, which the model then maps, and to go on with if a former run was killed
+    while writing it.
+
+    Raises ValueError for an unknown format, for a model without an n-gram table, for a table that is quantised,
+    sharded or on the meta device, for a `path` that holds something else, and for rows that are not finite, naming
+    table and row; the model is then as it was.
     """
     cls = format_class(format)
     tables = find_tables(model)

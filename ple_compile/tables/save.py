@@ -27,7 +27,11 @@ def save_tables(model: nn.Module, checkpoint_dir: str | os.PathLike, num_parts: 
 
     The directory may hold the rest of the model (safetensors files, without these tables); its index is then extended,
     or made. A single `model.safetensors` gets the name of a first part, as transformers reads no index beside one.
-    Returns the files written.
+    A part has ceil(rows / num_parts) rows, the last one what is left; parts share a file up to 4 GiB. Returns the
+    files written.
+
+    Raises ValueError for a model without an n-gram table, for a table that is sharded or on the meta device, for
+    `num_parts` below one or above the number of rows, and where the directory holds one of the tables already.
     """
     directory = Path(checkpoint_dir)
     directory.mkdir(parents=True, exist_ok=True)
