@@ -19,11 +19,14 @@ html_theme = "furo"
 html_title = "ple-compile"
 
 
-def fields_as_list(app, what, name, obj, options, lines):
-    """Docstrings of dataclasses describe a field as `name: text`; reStructuredText writes `:name: text`."""
-    fields = getattr(obj, "__dataclass_fields__", {})
-    lines[:] = [f":{line}" if line.partition(": ")[0] in fields else line for line in lines]
+def fields_as_definitions(app, what, name, obj, options, lines):
+    """Docstrings of dataclasses write `name: text` about a field; reStructuredText wants the text indented below."""
+    fields, found = getattr(obj, "__dataclass_fields__", {}), []
+    for line in lines:
+        field, _, text = line.partition(": ")
+        found += [f"``{field}``", f"    {text}"] if field in fields else [line]
+    lines[:] = found
 
 
 def setup(app):
-    app.connect("autodoc-process-docstring", fields_as_list)
+    app.connect("autodoc-process-docstring", fields_as_definitions)
