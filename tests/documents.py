@@ -14,6 +14,7 @@ import re
 import shlex
 from unittest import SkipTest
 
+import pytest
 from sybil import Document
 from sybil.parsers.markdown import PythonCodeBlockParser, SkipParser
 
@@ -37,10 +38,13 @@ _CODE_SPAN = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
 _STARTS_A_COMMAND = re.compile(r"^([A-Z_]+=\S+ )*(make|python|pytest|torchrun|pip|ruff|mypy) ")
 
 
-def run_python(name: str, *, no_gpu: bool) -> int:
-    """Run the Python blocks of a page in the current folder; returns how many ran."""
+def run_python(name: str, monkeypatch: pytest.MonkeyPatch, *, no_gpu: bool) -> int:
+    """Run the Python blocks of a page in the current folder; returns how many ran.
+
+    What a page must undo, whether its blocks succeed or not, it does through `monkeypatch`.
+    """
     document = Document.parse(str(ROOT / name), PythonCodeBlockParser(), SkipParser())
-    document.namespace.update(no_gpu=no_gpu, __name__="documentation")
+    document.namespace.update(no_gpu=no_gpu, monkeypatch=monkeypatch, __name__="documentation")
     ran = 0
     for example in document.examples():
         try:

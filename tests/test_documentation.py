@@ -37,7 +37,7 @@ def test_python_blocks(
 ) -> None:
     request.getfixturevalue("fresh_dynamo" if name in WITH_CODE_GENERATION else "no_codegen")
     monkeypatch.chdir(tmp_path)
-    assert run_python(name, no_gpu=True) > 0
+    assert run_python(name, monkeypatch, no_gpu=True) > 0
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -16,7 +16,7 @@ marked = [name for name in NAMES if GPU_MARK in (ROOT / name).read_text()]
 @pytest.mark.parametrize("name", marked)
 def test_python_blocks(name: str, fresh_dynamo: None, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert run_python(name, no_gpu=False) > 0
+    assert run_python(name, monkeypatch, no_gpu=False) > 0
 
 
 @pytest.mark.parametrize("command", GPU_COMMANDS)
