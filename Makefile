@@ -10,20 +10,23 @@ $(VENV)/ready: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/pip install --quiet --upgrade pip
 	$(VENV)/bin/pip install --quiet "$(TORCH)"
-	$(VENV)/bin/pip install --quiet --editable ".[test]"
+	$(VENV)/bin/pip install --quiet --editable ".[transformers]"
+	touch $@
+
+$(VENV)/tools: $(VENV)/ready
+	$(VENV)/bin/pip install --quiet --editable ".[test,docs]"
 	touch $@
 
 quickstart: $(VENV)/ready
 	$(RUN) examples/quickstart.py
 
-test: $(VENV)/ready
+test: $(VENV)/tools
 	$(RUN) -m pytest -n 2 --dist worksteal
 
-lint: $(VENV)/ready
+lint: $(VENV)/tools
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy
 
-docs: $(VENV)/ready
-	$(VENV)/bin/pip install --quiet --editable ".[docs]"
+docs: $(VENV)/tools
 	$(RUN) -m sphinx --fail-on-warning --keep-going --quiet docs build/docs

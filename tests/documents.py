@@ -61,6 +61,11 @@ def blocks(name: str) -> list[tuple[str, str]]:
     return [(block["language"].strip(), block["text"]) for block in found]
 
 
+def prose(name: str) -> str:
+    """A page without its fenced blocks."""
+    return _FENCE.sub("", (ROOT / name).read_text())
+
+
 def commands(name: str) -> list[str]:
     """The lines of a page's `bash` blocks, without what is said about them."""
     lines = [line for language, text in blocks(name) if language == "bash" for line in text.splitlines()]
@@ -69,5 +74,4 @@ def commands(name: str) -> list[str]:
 
 def mentioned_commands(name: str) -> list[str]:
     """Commands that stand in a sentence."""
-    text = _FENCE.sub("", (ROOT / name).read_text())
-    return [span for span in _CODE_SPAN.findall(text) if _STARTS_A_COMMAND.match(span)]
+    return [span for span in _CODE_SPAN.findall(prose(name)) if _STARTS_A_COMMAND.match(span)]

@@ -32,7 +32,7 @@ def test_idle_hooks_do_not_prevent_fusion_and_come_back(no_codegen: None) -> Non
     assert f"{TABLE}" in before
     ple_compile.compile(model, strict=True)
     torch.testing.assert_close(model(prompt(7)).logits, expected, rtol=1e-4, atol=1e-4)
-    assert ple_compile.stats() == {"ple_executions": 1}
+    assert ple_compile.stats()["ple_executions"] == 1
     ple_compile.restore(model)
     assert {name: model.get_submodule(name).forward for name in hooked(model)} == before
 
@@ -48,7 +48,7 @@ def test_hooks_that_move_the_table_are_told_of(
     ours = [record.getMessage() for record in caplog.records if record.name == "ple_compile"]
     assert len(ours) == 1 and AT_WORK in ours[0]
     assert torch.equal(model(prompt(7)).logits, expected)
-    assert ple_compile.stats() == {"ple_executions": 0}
+    assert ple_compile.stats()["ple_executions"] == 0
     ple_compile.restore(model)
     with pytest.raises(ValueError, match=AT_WORK):
         ple_compile.compile(model, strict=True)

@@ -1,10 +1,11 @@
 """Every block of README.md, CONTRIBUTING.md, SECURITY.md and docs/ runs, or is known to run elsewhere."""
 
 import pathlib
+import re
 
 import pytest
 
-from tests.documents import GPU_COMMANDS, GPU_MARK, NAMES, ROOT, blocks, commands, mentioned_commands, run_python
+from tests.documents import GPU_COMMANDS, GPU_MARK, NAMES, ROOT, blocks, commands, mentioned_commands, prose, run_python
 
 # What a fence may be: code that runs here, commands (below), output and files that are shown, or Sphinx.
 LANGUAGES = {"python", "bash", "text", "diff", "{include}", "{toctree}", "{eval-rst}"}
@@ -46,6 +47,12 @@ def test_every_block_is_of_a_known_kind(name: str) -> None:
     assert kinds <= LANGUAGES
     text = (ROOT / name).read_text()
     assert text.count("<!--- skip:") == text.count(GPU_MARK), "a block is skipped for another reason than a GPU"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_links_lead_to_files(name: str) -> None:
+    for target in re.findall(r"\]\(([^)#]+)[^)]*\)", prose(name)):
+        assert target.startswith("https://") or (ROOT / name).parent.joinpath(target).exists(), target
 
 
 def test_every_command_runs_somewhere() -> None:
