@@ -12,7 +12,7 @@ SOURCES = sorted({*(ROOT / "ple_compile").rglob("*.py"), *(ROOT / "passes").rglo
 CATALOGUE = ROOT / "docs" / "errors.md"
 
 # Reasons that `explain` shows, errors of this package itself, and methods that a subclass must have.
-NOT_FOR_USERS = {"Declined", "Unprobeable", "AssertionError", "NotImplementedError"}
+NOT_FOR_USERS = {"Declined", "Unprobeable", "AssertionError", "KeyError", "NotImplementedError"}
 WARNINGS = ("log.warning", "log.error", "warnings.warn")
 
 
@@ -42,6 +42,8 @@ def _message_of(node: ast.AST) -> Iterator[ast.expr]:
             yield node.exc.args[0]
     if isinstance(node, ast.Call) and ast.unparse(node.func) in WARNINGS:
         yield node.args[0]
+    if isinstance(node, ast.Call) and ast.unparse(node.func) == "log.log":  # a level that may be a warning's
+        yield node.args[1]
 
 
 def _templates(message: ast.expr, functions: dict[str, ast.FunctionDef]) -> list[str]:
