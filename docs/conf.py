@@ -1,6 +1,7 @@
 """Sphinx: Markdown pages, and the API from the docstrings of the installed package."""
 
 import importlib.metadata
+import re
 
 project = "ple-compile"
 author = "the ple-compile authors"
@@ -19,14 +20,20 @@ html_theme = "furo"
 html_title = "ple-compile"
 
 
-def fields_as_definitions(app, what, name, obj, options, lines):
-    """Docstrings of dataclasses write `name: text` about a field; reStructuredText wants the text indented below."""
-    fields, found = getattr(obj, "__dataclass_fields__", {}), []
-    for line in lines:
-        field, _, text = line.partition(": ")
-        found += [f"``{field}``", f"    {text}"] if field in fields else [line]
+def entries_as_definitions(app, what, name, obj, options, lines):
+    """A paragraph of docstring that begins with `name: text` lists fields; reStructuredText wants texts indented."""
+    found, in_list = [], False
+    for before, line in zip(["", *lines], lines):
+        entry = re.match(r"([a-z_]+(?:, [a-z_]+)*): (.+)", line)
+        in_list = bool(line) and (in_list or (not before and entry is not None))
+        if not in_list:
+            found.append(line)
+        elif entry is not None:
+            found += [f"``{entry[1]}``", f"    {entry[2]}"]
+        else:
+            found.append(f"    {line.strip()}")
     lines[:] = found
 
 
 def setup(app):
-    app.connect("autodoc-process-docstring", fields_as_definitions)
+    app.connect("autodoc-process-docstring", entries_as_definitions)
