@@ -43,6 +43,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--format", choices=("svg", "png"), default="svg")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the figures")
     options = parser.parse_args(argv)
+    options.out.mkdir(parents=True, exist_ok=True)
     for name, (dataset, table, where, title, ways) in FIGURES.items():
         report = json.loads((RESULTS / dataset).read_text())
         draw(

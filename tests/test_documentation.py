@@ -22,7 +22,21 @@ RUN_BY: dict[str, tuple[str, str]] = {
         'pip install --quiet --no-deps --target build/installed ".[transformers]"',
     ),
     "torchrun --nproc-per-node 2 -m examples.etp --tp 2 --backend ple": ("tests/examples/test_etp.py", '"ple"]'),
+    "python -m ple_compile doctor": ("tests/cli/test_doctor.py", '"doctor"'),
+    "python -m ple_compile explain examples/quickstart.py": (
+        ".ci/run",
+        "python -m ple_compile explain examples/quickstart.py",
+    ),
+    "python -m ple_compile bench --plot bench.svg": ("tests/cli/test_bench.py", '"--plot"'),
+    "python -m ple_compile quantize CHECKPOINT OUT --format fp8": ("tests/cli/test_quantize.py", '"quantize"'),
+    "python -m ple_compile tune": ("tests/cli/test_tune.py", '"tune"'),
     "torchrun --nproc-per-node 4 -m examples.etp --tp 2": ("tests/examples/test_etp.py", "(4, 2, "),
+}
+
+# The same for commands of benchmarks/ that a text mentions, and that need no GPU.
+MENTIONED_RUN_BY = {
+    "python -m benchmarks.etp_traffic": ("tests/sharding/test_traffic.py", "etp_traffic"),
+    "python benchmarks/plots.py": (".ci/run", "benchmarks/plots.py"),
 }
 
 # The first page is run as a reader would. The others leave out Inductor's code generation, which takes most of the
@@ -65,8 +79,9 @@ def test_mentioned_commands_name_what_exists() -> None:
     targets = [line.split(":")[0] for line in (ROOT / "Makefile").read_text().splitlines() if ":" in line]
     for command in (command for name in NAMES for command in mentioned_commands(name)):
         words = [word for word in command.split() if "=" not in word]
-        if "benchmarks" in command:
-            assert command in {*GPU_COMMANDS, "python -m benchmarks.etp_traffic"}  # the latter: tests/sharding
+        if "benchmarks" in command and command not in GPU_COMMANDS:
+            file, words = MENTIONED_RUN_BY[command]
+            assert words in (ROOT / file).read_text(), f"{file} no longer runs {command}"
         if words[0] == "make":
             assert words[1] in targets, command
         for word in words:
