@@ -88,4 +88,5 @@ def test_mentioned_commands_name_what_exists() -> None:
             if word.startswith(("tests/", "benchmarks/", "examples/")):
                 assert (ROOT / word).exists(), command
             elif word.startswith(("tests.", "benchmarks.", "examples.")):
-                assert (ROOT / f"{word.replace('.', '/')}.py").exists(), command
+                path = ROOT / word.replace(".", "/")
+                assert path.with_suffix(".py").exists() or (path / "__main__.py").exists(), command
