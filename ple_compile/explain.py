@@ -77,7 +77,9 @@ class Report:
         graphs: the compiled graphs in the order of execution, each with `region` (the module compiled by itself),
         `graph_break` (why it ended), `ple_layers` (complete ones, run fused), `events` (what each pass did where:
         `pass_name`, `status`, `layer`, `reason`, `node`, `source`), `symbols` (symbolic sizes, each with the `argument`
-        that holds it and its `name`), `sizes` (their values in this call) and `layer_graphs`.
+        that holds it and its `name`), `sizes` (their values in this call), `reads` (lookups in tables: `rows`, a number
+        or an expression in the symbols, `row_bytes`, and `over_bus`, whether they lie in host memory) and
+        `layer_graphs`.
 
         layer_graphs: the PLE layers of a graph: `layer`, `path` (in the graph), `drawing` (an index), `names` of its
         nodes, `prefetches` (`start`, `wait`, the layers `starts_in` and `waits_in`, `launches` and `products` between),

@@ -28,7 +28,7 @@ RUN_BY: dict[str, tuple[str, str]] = {
         "python -m ple_compile explain examples/quickstart.py",
     ),
     "python -m ple_compile bench --plot bench.svg": ("tests/cli/test_bench.py", '"--plot"'),
-    "python -m ple_compile quantize CHECKPOINT OUT --format fp8": ("tests/cli/test_quantize.py", '"quantize"'),
+    "python -m ple_compile quantize CHECKPOINT OUT --format fp8": ("tests/cli/test_quantize_command.py", '"quantize"'),
     "python -m ple_compile tune": ("tests/cli/test_tune.py", '"tune"'),
     "torchrun --nproc-per-node 4 -m examples.etp --tp 2": ("tests/examples/test_etp.py", "(4, 2, "),
 }

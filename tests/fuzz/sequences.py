@@ -8,6 +8,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
+from examples.reference.ple import PLEState
 from ple_compile.config import Config
 from tests.graphs import Traced, passes_backend
 from tests.ple_cases import LAYER, Case
@@ -69,7 +70,7 @@ cases = st.builds(
     ngram_size=st.integers(2, 5),
     heads_per_ngram=st.integers(1, 8),
     kernel=st.integers(2, 5),
-    hc_count=st.integers(1, 6),
+    hc_count=st.integers(2, 6),
     hidden_size=st.sampled_from([8, 20, 24, 32, 48, 72]),
     embed_per_head=st.integers(1, 12),
     seed=st.integers(0, 99),
@@ -162,29 +163,29 @@ class Run:
         """Ours, eager's and, holding the same, the one in float64."""
         layer = copy.deepcopy(self.layers[0]).cpu()
         ours, eagers, doubles = (self.case.new_cache(layer) for _ in range(3))
-        for cache, dtype in ((ours, None), (eagers, None), (doubles, torch.float64)):
-            _move_states(cache, self.device, dtype)
-        return [ours, eagers, doubles]
+        kinds = ((ours, None), (eagers, None), (doubles, torch.float64))
+        return [_with_states(cache, self.device, dtype) for cache, dtype in kinds]
 
 
-def _move_states(cache: Any, device: str, dtype: torch.dtype | None) -> None:
-    """Put what a cache holds on a device, and its floating point states into another type."""
+def _with_states(cache: Any, device: str, dtype: torch.dtype | None) -> Any:
+    """A cache whose states lie on a device, those of floating point in another type."""
 
     def moved(state: Tensor | None) -> Tensor | None:
         if state is None:
             return None
         return state.to(device, dtype if state.is_floating_point() else None)
 
-    if hasattr(cache, "conv"):
-        cache.conv, cache.context = moved(cache.conv), moved(cache.context)
-    elif cache is not None:
+    if isinstance(cache, PLEState):
+        return PLEState(*map(moved, cache))
+    if cache is not None:
         states = cache.layers[LAYER].conv_states
         for key in states:
             states[key] = moved(states[key])
+    return cache
 
 
 def _reorder(cache: Any, rows: Tensor) -> None:
-    if hasattr(cache, "conv"):
+    if isinstance(cache, PLEState):
         cache.conv.copy_(cache.conv[rows])
         cache.context.copy_(cache.context[rows])
     elif cache is not None:
