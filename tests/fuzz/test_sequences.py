@@ -7,7 +7,7 @@ from tests.fuzz.sequences import Action, Call, actions, cases, run, script
 from tests.ple_cases import Case
 
 
-@settings(max_examples=3, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck), database=None)
+@settings(max_examples=2, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck), database=None)
 @given(cases, st.lists(actions, min_size=2, max_size=5))
 def test_random_sequences(case: Case, sequence: list[Action]) -> None:
     sequence = [Call(3, 0), *sequence, Call(2, 1)]
