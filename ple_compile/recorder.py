@@ -212,8 +212,7 @@ class Recorder:
     def _size(self, size: torch.SymInt) -> int | str:
         key = size.node.expr
         if key not in self._sizes:
-            expression = upstream.expression(size)
-            self._sizes[key] = int(expression) if expression.is_number else str(expression)
+            self._sizes[key] = upstream.size_in_symbols(size)
         return self._sizes[key]
 
     def _source(self, node: Node) -> Source | None:

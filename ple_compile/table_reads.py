@@ -54,10 +54,7 @@ def find_reads(graph: Graph) -> list[TableRead]:
 
 def _num_values(ids: Node) -> int | str:
     count: Any = value(ids).numel()
-    if isinstance(count, torch.SymInt):
-        expression = upstream.expression(count)
-        return int(expression) if expression.is_number else str(expression)
-    return count
+    return upstream.size_in_symbols(count) if isinstance(count, torch.SymInt) else count
 
 
 def _row_bytes(node: Node, table: Any) -> int:

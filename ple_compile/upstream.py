@@ -55,6 +55,7 @@ __all__ = [
     "preserve_node_ordering",
     "raise_recompile_limit",
     "reset_recompile_limit",
+    "size_in_symbols",
     "stable_topological_sort",
     "substitute",
     "run_custom_pass",
@@ -149,6 +150,12 @@ def input_index(placeholder: torch.fx.Node) -> int | None:
 def expression(size: torch.SymInt) -> Any:
     """The sympy expression of a symbolic size, in the symbols that can really vary."""
     return size.node.expr.xreplace(_constants(_shape_env(size)))
+
+
+def size_in_symbols(size: torch.SymInt) -> int | str:
+    """A symbolic size as a number, or as an expression in the symbols that can really vary."""
+    found = expression(size)
+    return int(found) if found.is_number else str(found)
 
 
 _known_constants: "weakref.WeakKeyDictionary[Any, tuple[int, dict]]" = weakref.WeakKeyDictionary()
