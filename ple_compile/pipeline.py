@@ -13,6 +13,7 @@ from torch.fx import Graph
 import ple_compile.passes as passes
 from ple_compile import upstream
 from ple_compile.config import Config
+from ple_compile.matching.graph import is_inside
 from ple_compile.passes.fuse_gate import fuse_gate
 from ple_compile.passes.fuse_lookup import fuse_lookup
 from ple_compile.passes.fuse_ngram_ids import fuse_ngram_ids
@@ -133,4 +134,4 @@ def _complete_layers(report: GraphReport) -> int:
     declined = [event.layer for event in report.declines() if event.pass_name.startswith("fuse_")]
     fused = [e.layer for e in report.events if e.pass_name == "fuse_gate" and e.status == "matched"]
     # What is in a layer's modules is in the layer; a path that is empty says nothing, so it spoils every layer.
-    return sum(not any(not layer or f"{path}.".startswith(f"{layer}.") for path in declined) for layer in fused)
+    return sum(not any(is_inside(path, layer) for path in declined) for layer in fused)

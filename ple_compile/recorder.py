@@ -15,7 +15,7 @@ from torch.fx import Graph, Node
 
 from ple_compile import upstream
 from ple_compile.layer_graphs import Drawing, GraphNode, LayerGraph, Prefetch, Shape, Source, Symbol
-from ple_compile.matching.graph import layer_of, numbered_layer
+from ple_compile.matching.graph import is_inside, layer_of, numbered_layer
 from ple_compile.node_facts import innermost_source, launches, looks_up, returns_tensors, target_name, writes
 from ple_compile.report import Event
 
@@ -91,14 +91,14 @@ class Recorder:
         calls = [node for node in everything if node.op == "call_function" and returns_tensors(node)]
         owners: dict[Node, str] = {}
         for node in calls:
-            inside = [layer for layer in layers if _inside(layer_of(node), layer)]
+            inside = [layer for layer in layers if is_inside(layer_of(node), layer)]
             if inside:
                 owners[node] = max(inside, key=len)
         changed = {*self.made_by, *self.removed_by}
         for node in calls:
             if node in changed and node not in owners:
                 near = [owners[n] for n in self._inputs_of(node) if n in owners]
-                if near and _inside(near[0], layer_of(node)):
+                if near and is_inside(near[0], layer_of(node)):
                     owners[node] = near[0]
         readers = self._readers([n for n in calls if n not in owners and (n in changed or not layer_of(n))])
         for node in reversed(list(readers)):
@@ -271,16 +271,12 @@ def _common_path(events: list[Event]) -> str | None:
     return ".".join(common)
 
 
-def _inside(path: str, layer: str) -> bool:
-    return not layer or f"{path}.".startswith(f"{layer}.")
-
-
 def _relative(path: str, layer: str) -> str:
     """A module path, or an input's name, without its layer's and without Dynamo's name of the first local."""
-    if layer.startswith("L['") and f"{path}.".startswith(f"{layer}."):
+    if layer.startswith("L['") and is_inside(path, layer):
         return path[len(layer) + 1 :]
     path = re.sub(r"^L\['(?:self'\]|args'\]\[0\])(?:\.|$)", "", path)
-    if layer and f"{path}.".startswith(f"{layer}."):
+    if layer and is_inside(path, layer):
         return path[len(layer) + 1 :]
     path = re.sub(r"\.size\(\)\[(\d+)\]$", r".size(\1)", path)
     return re.sub(r"^L\['(\w+)'\]", r"\1", path)

@@ -225,6 +225,11 @@ def _dotted(path: str) -> str:
     return re.sub(r"\[['\"]?(\w+)['\"]?\]", r".\1", path).replace("._modules.", ".").lstrip(".")
 
 
+def is_inside(path: str, layer: str) -> bool:
+    """Whether a module path is a layer's or lies in it; an empty layer holds everything."""
+    return not layer or f"{path}.".startswith(f"{layer}.")
+
+
 def source_line(node: Node) -> str:
     """The user's source line that a node comes from (`file:line`), or an empty string."""
     lines = [line.strip() for line in (node.meta.get("stack_trace") or "").splitlines()]
