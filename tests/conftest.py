@@ -14,6 +14,14 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests marked slow run with PLE_MATRIX=full."""
+    if os.environ.get("PLE_MATRIX") != "full":
+        for item in items:
+            if item.get_closest_marker("slow"):
+                item.add_marker(pytest.mark.skip(reason="slow: set PLE_MATRIX=full"))
+
+
 @pytest.fixture
 def fresh_dynamo() -> Iterator[None]:
     """Nothing compiled before or after, counters and statistics at zero."""

@@ -7,7 +7,7 @@ import torch
 import ple_compile
 from ple_compile import upstream
 from tests.ple_cases import Case
-from tests.tiny_models import prompt, tiny_model
+from tests.tiny_models import prompt, shallow_model, tiny_model
 
 PASSES = ("fuse_ngram_ids", "fuse_gate", "fuse_short_conv", "merge_kv_proj", "merge_gate_conv")
 
@@ -105,9 +105,9 @@ def test_a_layer_whose_convolution_is_not_fused_is_not_counted(no_codegen: None)
 
 
 def test_parts_that_dynamo_compiled_alone_name_the_layers_they_may_be(no_codegen: None) -> None:
-    model = tiny_model((1, 2))
+    model = shallow_model((1, 2))
     model.compile(backend="ple")
-    text = str(ple_compile.explain(model, prompt(6)))
+    text = str(ple_compile.explain(model, prompt(3)))
     assert "model.layers.0.ple or model.layers.1.ple" in text and "no pass found" not in text
 
 

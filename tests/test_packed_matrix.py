@@ -127,7 +127,9 @@ def test_fused_layer_equals_eager(case: Case) -> None:
     assert len(traced.graphs) == 1
 
 
-@pytest.mark.parametrize("lengths", [(1,), (1, 1, 1), (4,), (9, 9), (3, 4, 5)])
+@pytest.mark.parametrize(
+    "lengths", [(1, 1, 1), (9, 9), *(pytest.param(x, marks=pytest.mark.slow) for x in ((1,), (4,), (3, 4, 5)))]
+)
 def test_sizes_that_coincide(lengths):
     """As many tokens as requests, as many of either as columns: symbols that are one, or none; then others."""
     torch._dynamo.reset()

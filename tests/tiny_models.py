@@ -50,6 +50,12 @@ def tiny_model(ple_layer_ids: tuple[int, ...] = (2,), num_layers: int = 4, **cha
     return model
 
 
+def shallow_model(ple_layer_ids: tuple[int, ...] = (1,)) -> Qwen4ExpForCausalLM:
+    """The fewest layers that hold each kind: transformers' caches need one with attention."""
+    kinds = ["linear_attention"] * max(ple_layer_ids) + ["full_attention"]
+    return tiny_model(ple_layer_ids, len(kinds), layer_types=kinds)
+
+
 def prompt(length: int, batch: int = 1, seed: int = 0) -> torch.Tensor:
     """Token ids without EOS."""
     return torch.randint(4, 100, (batch, length), generator=torch.Generator().manual_seed(seed))

@@ -8,7 +8,7 @@ import torch
 
 from ple_compile.cli.main import main
 from ple_compile.cli.target import load
-from tests.tiny_models import tiny_model
+from tests.tiny_models import shallow_model, tiny_model
 
 SCRIPT = """
 import torch
@@ -92,7 +92,7 @@ def test_what_a_file_gives(script: Path, capsys: pytest.CaptureFixture) -> None:
 def test_a_checkpoint_and_its_configuration_alone(
     tmp_path: Path, no_codegen: None, capsys: pytest.CaptureFixture
 ) -> None:
-    saved = tiny_model((1,), num_layers=2, layer_types=["linear_attention", "full_attention"])
+    saved = shallow_model()
     saved.save_pretrained(tmp_path)
     model, (ids,), _ = load(str(tmp_path), torch.device("cpu"), None, {}, 5)
     assert ids.shape == (1, 5)

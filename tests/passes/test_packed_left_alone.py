@@ -43,14 +43,14 @@ def change(monkeypatch, function: str, old: str, new: str) -> None:
     monkeypatch.setattr(packed, function, namespace[function])
 
 
-def run(case: Case, options: Options | None = None, call=None) -> Traced:
+def run(case: Case, options: Options | None = None, call=None, dynamic: bool = True) -> Traced:
     """Compile and run; the result and the pool must equal eager's, whatever was replaced."""
     torch._dynamo.reset()
     layer, traced, call = case.layer(), Traced(), call or case.call
     arguments = case.arguments(layer, LENGTHS, 1)
     ours, eagers = arguments[3].clone(), arguments[3].clone()
     with torch.no_grad():
-        compiled = torch.compile(call, backend=passes_backend(traced, options), dynamic=True, fullgraph=True)
+        compiled = torch.compile(call, backend=passes_backend(traced, options), dynamic=dynamic, fullgraph=True)
         actual = compiled(layer, *arguments[:3], ours, arguments[4])
         expected = call(layer, *arguments[:3], eagers, arguments[4])
     for a, e in zip((*actual, ours), (*expected, eagers), strict=True):
@@ -58,11 +58,12 @@ def run(case: Case, options: Options | None = None, call=None) -> Traced:
     return traced
 
 
+@pytest.mark.parametrize("dynamic", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", CHANGES)
-def test_one_change(name, monkeypatch):
+def test_one_change(name, dynamic, monkeypatch):
     function, old, new, declines = CHANGES[name]
     change(monkeypatch, function, old, new)
-    traced = run(Case(accepted="column" in name, spare=3))
+    traced = run(Case(accepted="column" in name, spare=3), dynamic=dynamic)
     assert declines in dict(traced.declines()) and declines not in traced.counts()
 
 

@@ -52,7 +52,7 @@ def test_ten_prompt_lengths_without_a_cache():
 @pytest.mark.parametrize(
     ("kind", "most_graphs"),
     # A static cache takes prompts and later chunks through one graph; so could a default one, but for its empty keys.
-    [("dynamic", 3), ("static", 2), ("default", 3)],
+    [("dynamic", 3), ("static", 2), pytest.param("default", 3, marks=pytest.mark.slow)],
 )
 def test_ten_prompt_lengths_with_a_cache(kind, most_graphs):
     model, plain, backend = compiled_pair()
@@ -79,8 +79,7 @@ def test_ten_prompt_lengths_with_a_cache(kind, most_graphs):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("kind", [None, "static"])
+@pytest.mark.parametrize("kind, attention", [(None, "sdpa"), ("static", "eager")])
 def test_generate_with_left_padding(kind, attention):
     model, plain, backend = compiled_pair(attn_implementation=attention)
     model.set_attn_implementation(attention)
@@ -213,6 +212,7 @@ def test_eager_experts_are_captured():
     assert len(backend.graphs) == 1
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_inductor_in_float32():
     """Its outputs become the next call's inputs: their strides must be eager's, or every other step recompiles."""
