@@ -4,6 +4,8 @@ A model whose table did not fit on the GPU moves ids to the host, gathers there 
 
     rows = F.embedding(ids.to("cpu"), table).to("cuda")          becomes          rows = ple.lookup(table, ids)
 
+What was computed from the rows on the host, as a quantised table is scaled there, is then computed on the GPU.
+
 This happens on the Dynamo graph, before autograd: the table's place among the inputs is then taken by a CUDA view of
 the same page-locked memory, so nothing of the compiled graph lies on the CPU and CUDA graphs can hold it. The view is
 made anew when the parameter's memory changes; memory that is not page-locked is refused, never read.
@@ -58,25 +60,27 @@ def take_over(gm: GraphModule, example_inputs: list[Any], config: Config) -> lis
 
     A table in pageable memory is page-locked when `config.offload` is set, else left to the CPU with one warning.
     """
-    found = []
     placeholders = gm.graph.find_nodes(op="placeholder")
-    for index, (node, table) in enumerate(zip(placeholders, example_inputs)):
-        lookups = _host_lookups(node, table)
-        if not lookups or not _page_locked(node, table, config):
-            continue
+    looked_up = {i: _host_lookups(node, table) for i, (node, table) in enumerate(zip(placeholders, example_inputs))}
+    looked_up = {i: lookups for i, lookups in looked_up.items() if lookups}
+    candidates = _among_themselves(looked_up)
+    page_locked = {i for i in candidates if _page_locked(placeholders[i], example_inputs[i], config)}
+    candidates = _among_themselves({i: candidates[i] for i in page_locked})
+    for index in looked_up.keys() - candidates.keys():
+        if pinning.is_page_locked(example_inputs[index]) and _first_word_about(placeholders[index].name):
+            log.warning(
+                "the page-locked table %s is looked up on the CPU, which stops the GPU in every forward: its rows meet "
+                "other host tensors before they move to the GPU, or stay on the host; move the rows first",
+                placeholders[index].name,
+            )
+    rows = _rows(candidates)
+    _compute_on_device(_host_part(rows, rows))
+    found = []
+    for index, lookups in candidates.items():
         device = _traced(lookups[0][1]).device
         for embedding, ids in lookups:
-            with gm.graph.inserting_before(embedding):
-                known = gm.graph.call_function(checked_ids, (node, ids)) if config.debug else ids
-                rows = gm.graph.call_function(lookup, (node, known))
-            for made in (rows, known) if config.debug else (rows,):
-                made.meta.update({k: v for k, v in embedding.meta.items() if k != "example_value"})
-            embedding.replace_all_uses_with(rows)
-            moved = embedding.args[0]
-            gm.graph.erase_node(embedding)
-            if moved is not ids and not moved.users:
-                gm.graph.erase_node(moved)
-        example_inputs[index] = upstream.fake_on(_traced(node), device)
+            _look_up_on_device(embedding, placeholders[index], ids, config.debug)
+        example_inputs[index] = upstream.fake_on(_traced(placeholders[index]), device)
         found.append(HostTable(index, device))
     if found:
         # No dead-code elimination: this graph still writes in place, and nobody reads what such a call returns.
@@ -104,40 +108,114 @@ def _host_lookups(node: Any, table: Any) -> list[tuple[Any, Any]]:
             return []
         if _max_norm(user) is not None:  # writes to the table
             return []
-        ids = _before_moving_to_host(user.args[0])
-        if _traced(ids).device.type != gpu or _meets_host_tensors(user, gpu):
+        ids = _before_moving(user.args[0])
+        if _traced(ids).device.type != gpu:
             return []
         found.append((user, ids))
     return found
 
 
-def _before_moving_to_host(ids: Any) -> Any:
-    """`x` behind `x.to("cpu")` or `x.cpu()`."""
-    moves = ids.op == "call_method" and ids.target in ("to", "cpu")
-    if moves and _traced(ids.args[0]).dtype == _traced(ids).dtype:
-        return ids.args[0]
-    return ids
+def _before_moving(node: Any) -> Any:
+    """`x` behind a move to some device, such as `x.to("cpu")` or `x.cuda()`."""
+    moves = node.op == "call_method" and node.target in ("to", "cpu", "cuda")
+    if moves and _traced(node.args[0]).dtype == _traced(node).dtype:
+        return node.args[0]
+    return node
 
 
 def _max_norm(embedding: Any) -> object:
     return embedding.args[3] if len(embedding.args) > 3 else embedding.kwargs.get("max_norm")
 
 
-def _meets_host_tensors(rows: Any, gpu: str) -> bool:
-    """Whether the rows are combined with another host tensor (a scale, say) before they move to the GPU."""
-    reached, stack = {rows}, list(rows.users)
+def _among_themselves(candidates: dict[int, list]) -> dict[int, list]:
+    """Those of whose rows everything on the host can be computed on the GPU."""
+    while True:
+        rows = _rows(candidates)
+        kept = {
+            index: lookups
+            for index, lookups in candidates.items()
+            if not _needs_the_host(_rows({index: lookups}), _host_part(_rows({index: lookups}), rows))
+        }
+        if len(kept) == len(candidates):
+            return kept
+        candidates = kept
+
+
+def _rows(candidates: dict[int, list]) -> set[Any]:
+    return {embedding for lookups in candidates.values() for embedding, _ in lookups}
+
+
+def _host_part(rows: set[Any], others: set[Any]) -> set[Any]:
+    """What is computed on the host from rows, and what it is computed from: up to copies to and from the GPU.
+
+    Ends at `others`, rows of tables that move as well, and at inputs of one value, which the GPU reads from the host.
+    """
+    part: set[Any] = set()
+    stack = [user for row in rows for user in row.users]
     while stack:
         node = stack.pop()
-        if node in reached or not isinstance(node.meta.get("example_value"), Tensor):
-            continue
-        if _traced(node).device.type == gpu:
-            continue
-        reached.add(node)
-        others = (n.meta.get("example_value") for n in node.all_input_nodes if n not in reached)
-        if any(isinstance(other, Tensor) and other.dim() > 0 for other in others):
-            return True
-        stack += node.users
-    return False
+        single = node.op in ("placeholder", "get_attr") and not any(t.dim() for t in _host_tensors(node))
+        if node not in part and node not in others and not single and _is_on_host(node) and not _copied(node):
+            part.add(node)
+            stack += [*node.users, *node.all_input_nodes]
+    return part
+
+
+def _needs_the_host(rows: set[Any], part: set[Any]) -> bool:
+    """Whether an output, an input, a tensor made from nothing or the name of a device is among what is on the host."""
+    if any(user.op == "output" for node in rows | part for user in node.users):
+        return True
+    return any(not node.all_input_nodes or (_names_a_device(node) and _before_moving(node) is node) for node in part)
+
+
+def _copied(node: Any) -> bool:
+    """Whether this is a GPU tensor's copy on the host."""
+    return _is_on_host(node) and not _is_on_host(_before_moving(node))
+
+
+def _names_a_device(node: Any) -> bool:
+    values = (*node.args, *node.kwargs.values())
+    return any(isinstance(v, torch.device) or (node.target == "to" and isinstance(v, str)) for v in values)
+
+
+def _compute_on_device(part: set[Any]) -> None:
+    """Take away the copies to the host in front of these nodes and among them."""
+    for node in part:
+        for read in (node, *node.all_input_nodes):
+            if _before_moving(read) is not read and (read in part or _copied(read)):
+                # Whoever else reads a copy keeps it; a move among these nodes is none any more.
+                within = part if _copied(read) else read.users.keys()
+                read.replace_all_uses_with(_before_moving(read), within.__contains__)
+                if not read.users:
+                    read.graph.erase_node(read)
+
+
+def _look_up_on_device(embedding: Any, table: Any, ids: Any, debug: bool) -> None:
+    graph, moved = embedding.graph, embedding.args[0]
+    with graph.inserting_before(embedding):
+        known = graph.call_function(checked_ids, (table, ids)) if debug else ids
+        rows = graph.call_function(lookup, (table, known))
+    for made in (rows, known) if debug else (rows,):
+        made.meta.update({k: v for k, v in embedding.meta.items() if k != "example_value"})
+    embedding.replace_all_uses_with(rows)
+    graph.erase_node(embedding)
+    if moved is ids:
+        return
+    for back in list(moved.users):  # the scales' own lookup, on the GPU
+        if _before_moving(back) is moved and _traced(back).device == _traced(ids).device:
+            back.replace_all_uses_with(ids)
+            graph.erase_node(back)
+    if not moved.users:
+        graph.erase_node(moved)
+
+
+def _is_on_host(node: Any) -> bool:
+    return bool(_host_tensors(node))
+
+
+def _host_tensors(node: Any) -> list[Tensor]:
+    leaves = upstream.tree_leaves(node.meta.get("example_value"))
+    return [t for t in leaves if isinstance(t, Tensor) and t.device.type != pinning.current_device().type]
 
 
 def _traced(node: Any) -> Any:
@@ -147,16 +225,21 @@ def _traced(node: Any) -> Any:
 def _page_locked(node: Any, table: Tensor, config: Config) -> bool:
     if pinning.is_page_locked(table):
         return True
-    name = node.name
     if config.offload:
-        pinning.page_lock(table, name)
+        pinning.page_lock(table, node.name)
         return True
-    if name not in _warned:
-        _warned.add(name)
+    if _first_word_about(node.name):
         log.warning(
             "the table %s (%.1f GiB) lies in pageable host memory and is looked up on the CPU, which stops the GPU in "
             "every forward; call ple_compile.offload_tables(model) first, or compile with offload=True",
-            name,
+            node.name,
             table.nbytes / 2**30,
         )
     return False
+
+
+def _first_word_about(name: str) -> bool:
+    if name in _warned:
+        return False
+    _warned.add(name)
+    return True

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from torch._inductor.utils import run_and_get_code
 
 from ple_compile.ops.dequantized_lookup import dequantized_lookup
 from ple_compile.tables.formats import FORMATS
@@ -11,7 +12,9 @@ from ple_compile.tables.load import load_tables
 from ple_compile.tables.offload import offload_tables
 from ple_compile.tables.quantize import quantize_tables
 from tests.checkpoints import table_rows, write_checkpoint
+from tests.host_stack import Stack
 from tests.passes.test_fuse_lookup import Fused
+from tests.ple_inputs import share_equal
 from tests.tables.test_load import BASE, Model
 
 ROWS, WIDTH = 40_000, 160
@@ -64,6 +67,30 @@ def test_from_page_locked_memory(format):
     table_scale = scales[1] if len(scales) > 1 else None
     rows = dequantized_lookup(table.weight, scales[0], table_scale, ids, product, torch.bfloat16)
     assert torch.equal(rows.cpu(), expected(ids.cpu()))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("format", FORMATS)
+def test_on_the_host_its_bytes_are_fetched_a_layer_ahead(format):
+    torch._dynamo.reset()
+    model = Stack(3, rows=4000, width=WIDTH, hidden=256).bfloat16()
+    quantize_tables(model, format)
+    offload_tables(model)
+    model.to("cuda")
+    table = model.layers[3].ngrams.table
+    assert not table.weight.is_cuda and table.weight_scale.is_cuda
+    args = model.inputs(200)
+    expected = model(*args)
+    compiled = torch.compile(model, backend="ple", fullgraph=True)
+    actual, (code,) = run_and_get_code(compiled, *args)
+    assert share_equal(actual, expected) >= 0.99
+    assert code.count("ple.lookup_start.default(") == code.count("ple.lookup_wait.default(") == 1
+    # Nothing waits for the device: the scales are not copied to the host, nor the ids.
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        compiled(*args)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

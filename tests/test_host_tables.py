@@ -1,0 +1,145 @@
+"""Graphs that read a host table: which are computed on the GPU instead, shown with fake tensors on a GPU."""
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from ple_compile import host_tables
+from ple_compile.config import Config
+from ple_compile.ops.lookup import lookup
+from ple_compile.tables import pinning
+from ple_compile.tables.formats import FORMATS
+
+GPU = torch.device("cuda", 0)
+
+
+@pytest.fixture(autouse=True)
+def gpu(monkeypatch: pytest.MonkeyPatch, fresh_dynamo: None) -> None:
+    monkeypatch.setattr(pinning, "available", lambda: True)
+    monkeypatch.setattr(pinning, "current_device", lambda: GPU)
+    monkeypatch.setattr(pinning, "is_page_locked", lambda table: True)
+
+
+@pytest.fixture
+def fake_mode() -> Iterator[None]:
+    """Tensors are fakes, which may lie on a GPU that is not there."""
+    with FakeTensorMode():
+        yield
+
+
+class Placed(torch.fx.Interpreter):
+    """Runs a graph and notes which nodes are tensors on the host."""
+
+    def run_node(self, node: torch.fx.Node) -> object:
+        result = super().run_node(node)
+        if isinstance(result, Tensor) and result.device != GPU and node.op != "output":
+            self.on_host.append(node.name)
+        return result
+
+
+def taken(function: Callable, *arguments: Tensor) -> tuple[int, list[str], list]:
+    """How many tables the GPU reads, which nodes stay on the host, and what the graph calls."""
+    graphs: list[torch.fx.GraphModule] = []
+
+    def backend(gm: torch.fx.GraphModule, inputs: list) -> Callable:
+        graphs.append(gm)
+        return gm.forward
+
+    with torch.no_grad():
+        torch.compile(function, backend=backend, fullgraph=True)(*arguments)
+    (gm,) = graphs
+    inputs = [node.meta["example_value"] for node in gm.graph.find_nodes(op="placeholder")]
+    tables = host_tables.take_over(gm, inputs, Config())
+    placed = Placed(gm)
+    placed.on_host = []
+    with inputs[0].fake_mode:
+        placed.run(*inputs)
+    return len(tables), placed.on_host, [node.target for node in gm.graph.nodes]
+
+
+def on(device: torch.device | str, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.empty(shape, device=device).to(dtype)
+
+
+@pytest.fixture
+def ids(fake_mode: None) -> Tensor:
+    return on(GPU, 2, 7, dtype=torch.int64)
+
+
+def test_rows_that_move_to_the_gpu(ids: Tensor) -> None:
+    count, on_host, targets = taken(lambda t, i: F.embedding(i.cpu(), t).to(i.device) * 2, on("cpu", 1000, 32), ids)
+    assert count == 1 and not on_host
+    assert lookup in targets and "cpu" not in targets
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_rows_that_are_scaled_on_the_host(format: str, ids: Tensor) -> None:
+    """The scales lie on the GPU and are copied to where the rows are, as the embedding's own forward does."""
+    module = FORMATS[format](1000, 32, dtype=torch.bfloat16)
+    for name, parameter in list(module.named_parameters()):
+        place = "cpu" if name == "weight" else GPU
+        module._parameters[name] = torch.nn.Parameter(parameter.detach().to(place), requires_grad=False)
+    count, on_host, targets = taken(lambda i: module(i.to("cpu")).to(GPU), ids)
+    assert count == 1 and not on_host
+    assert targets.count(lookup) == 1
+
+
+def test_two_tables_that_meet_on_the_host(ids: Tensor) -> None:
+    def call(first: Tensor, second: Tensor, ids: Tensor) -> Tensor:
+        moved = ids.to("cpu")
+        return (F.embedding(moved, first) * F.embedding(moved, second)).to(GPU)
+
+    count, on_host, targets = taken(call, on("cpu", 1000, 32), on("cpu", 1000, 32), ids)
+    assert count == 2 and not on_host and targets.count(lookup) == 2
+
+
+def test_what_else_is_computed_there_from_copies(ids: Tensor) -> None:
+    def call(table: Tensor, scale: Tensor, ids: Tensor) -> Tensor:
+        moved = ids.to("cpu")
+        factor = scale.to("cpu").exp() * (moved != 3).unsqueeze(-1)
+        return (F.embedding(moved, table) * factor).to("cpu").to(GPU)
+
+    count, on_host, targets = taken(call, on("cpu", 1000, 32), on(GPU, 32), ids)
+    assert count == 1 and not on_host and targets.count(lookup) == 1
+
+
+LEFT_ALONE = {
+    "meet a tensor of the host": lambda t, i, h: (F.embedding(i.cpu(), t) * h).to(GPU),
+    "are returned on the host": lambda t, i, h: F.embedding(i.cpu(), t),
+    "are returned on the host, changed": lambda t, i, h: F.embedding(i.cpu(), t) * 2,
+    "are copied to the host by name": lambda t, i, h: F.embedding(i.cpu(), t).to("cpu", torch.float64).to(GPU),
+    "meet a tensor made there": lambda t, i, h: (F.embedding(i.cpu(), t) * torch.ones(32, device="cpu")).to(GPU),
+    "meet one as a copy": lambda t, i, h: (F.embedding(i.cpu(), t) * h.to("cpu").exp()).to(GPU),
+    "meet what is returned there": lambda t, i, h: ((F.embedding(i.cpu(), t) * (y := i.cpu() * 2).sum()).to(GPU), y),
+    "leave a sum there": lambda t, i, h: F.embedding(i.cpu(), t).sum(),
+    "meet it in a tuple": lambda t, i, h: (F.embedding(i.cpu(), t).chunk(2, -1)[0] * h[:16]).to(GPU),
+}
+
+
+@pytest.mark.parametrize("name", LEFT_ALONE)
+def test_left_to_the_host_where_rows(name: str, ids: Tensor, caplog: pytest.LogCaptureFixture) -> None:
+    host_tables._warned.clear()
+    count, on_host, targets = taken(LEFT_ALONE[name], on("cpu", 1000, 32), ids, on("cpu", 32))
+    assert count == 0 and on_host and lookup not in targets
+    assert "the page-locked table l_t_ is looked up on the CPU" in caplog.text
+
+
+def test_a_table_that_meets_one_left_to_the_host_stays_there_too(ids: Tensor) -> None:
+    def call(first: Tensor, second: Tensor, other: Tensor, ids: Tensor) -> Tensor:
+        moved = ids.to("cpu")
+        scaled = F.embedding(moved, first) * other
+        return (scaled + F.embedding(moved, second)).to(GPU)
+
+    count, _, targets = taken(call, on("cpu", 1000, 32), on("cpu", 1000, 32), on("cpu", 32), ids)
+    assert count == 0 and lookup not in targets
+
+
+def test_single_values_may_stay_on_the_host(ids: Tensor) -> None:
+    count, _, targets = taken(
+        lambda t, s, i: (F.embedding(i.cpu(), t) * s).to(GPU), on("cpu", 1000, 32), on("cpu"), ids
+    )
+    assert count == 1 and lookup in targets
