@@ -1,7 +1,8 @@
 """Random layers under random sequences of calls, until the time is over: python -m tests.fuzz --seconds 600
 
-Prints the program that repeats the first failure, shrunk, and exits with 1. With a GPU (`--device cuda`) the calls go
-through Inductor; on a CPU the rewritten graphs run in eager PyTorch unless `--inductor` is given.
+Padded and packed layers by turns, unless `--layout` names one. Prints the program that repeats the first failure,
+shrunk, and exits with 1; at the end, how much was tried. With a GPU (`--device cuda`) the calls go through Inductor; on
+a CPU the rewritten graphs run in eager PyTorch unless `--inductor` is given.
 """
 
 import argparse
@@ -18,45 +19,75 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import seed as seeded
 from hypothesis import strategies as st
 
-from tests.fuzz.sequences import Action, Call, actions, cases, run, script
-from tests.ple_cases import Case
+from tests.fuzz import packed, padded
+from tests.fuzz.shared import run, script
+
+LAYOUTS = {"padded": (padded.Padded, padded), "packed": (packed.Packed, packed)}
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=600)
     parser.add_argument("--seed", type=int, default=int(time.time()))
+    parser.add_argument("--layout", choices=LAYOUTS, help="this one alone")
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--inductor", action="store_true", help="generate code on a CPU too")
     options = parser.parse_args(argv)
-    through_inductor = options.inductor or options.device == "cuda"
-    end, total = time.monotonic() + options.seconds, {"configurations": 0, "calls": 0}
-    failure: list[str] = []
-    round_number = 0
-    while time.monotonic() < end and not failure:
+    names = [options.layout] if options.layout else list(LAYOUTS)
+    search = Search(options.device, options.inductor or options.device == "cuda", time.monotonic() + options.seconds)
+    for number, name in enumerate(names * 10**6):
+        if search.failure or search.is_over():
+            break
+        search.try_some(name, options.seed + number)
+    print(f"seed {options.seed}: {search}")
+    if search.failure:
+        print(search.failure, file=sys.stderr)
+    return 1 if search.failure else 0
 
-        @seeded(options.seed + round_number)
-        @settings(max_examples=10, deadline=None, suppress_health_check=list(HealthCheck), database=None)
-        @given(cases, st.lists(actions, min_size=20, max_size=50))
-        def search(case: Case, sequence: list[Action]) -> None:
-            if time.monotonic() > end and not failure:
+
+class Search:
+    """What was tried until now, and the program that failed."""
+
+    def __init__(self, device: str, through_inductor: bool, end: float):
+        self.device, self.through_inductor, self.end = device, through_inductor, end
+        self.totals = {name: [0, 0] for name in LAYOUTS}  # calls, compiled configurations
+        self.failure = ""
+
+    def is_over(self) -> bool:
+        return time.monotonic() > self.end
+
+    def try_some(self, name: str, seed: int) -> None:
+        """Random layers of a layout, each under a random sequence of calls; a failure is shrunk."""
+        layout, module = LAYOUTS[name]
+
+        @seeded(seed)
+        @settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck), database=None)
+        @given(module.cases, st.lists(module.actions, min_size=60, max_size=120))
+        def search(case: object, sequence: list) -> None:
+            if self.is_over() and not self.failure:
                 return
-            sequence = [Call(3, 0), *sequence]
+            sequence = [layout.first, *sequence]
             try:
-                state = run(case, sequence, device=options.device, through_inductor=through_inductor)
-            except BaseException:
-                failure[:] = [script(case, sequence)]
+                state = run(layout, case, sequence, device=self.device, through_inductor=self.through_inductor)
+            except Exception as error:
+                self.failure = f"{type(error).__name__}: {error}\n\n{script(layout, case, sequence)}"
                 raise
-            total["configurations"] += 1
-            total["calls"] += state.calls
-            print(f"seed {options.seed}, {total['configurations']} configurations, {total['calls']} calls", flush=True)
+            self.totals[name][0] += state.calls
+            self.totals[name][1] += state.configurations
+            print(self, flush=True)
 
         try:
             search()
-        except Exception as error:
-            print(f"{type(error).__name__}: {error}\n\n{failure[0]}", file=sys.stderr)
-        round_number += 1
-    return 1 if failure else 0
+        except Exception:
+            assert self.failure
+
+    def __str__(self) -> str:
+        parts = [f"{name} {c} calls, {k} compiled configurations" for name, (c, k) in self.totals.items()]
+        calls, configurations = map(sum, zip(*self.totals.values()))
+        return (
+            f"{calls} calls through {configurations} compiled configurations ({'; '.join(parts)}), "
+            f"{1 if self.failure else 0} mismatches"
+        )
 
 
 if __name__ == "__main__":
