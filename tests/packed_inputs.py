@@ -61,7 +61,7 @@ BATCHES = {
     "all_of_one": Batch((0, 0, 12)),
     "speculative": Batch((4, 4, 4), accepted=(1, 2, 4)),
     "speculative_mixed": Batch(
-        (4, 1, 11, 0, 2, 5, 1), fresh=(2,), slots=(3, 7, 5, 1, 2, 4, 6), accepted=(3, 2, 0, 1, 4, 1, 0)
+        (4, 1, 11, 0, 2, 5, 1), fresh=(2,), slots=(3, 7, 5, 1, 2, 4, 6), accepted=(3, 2, 0, 1, 4, 0, 1)
     ),
     "speculative_decode": Batch((1, 1, 1), accepted=(1, 4, 0)),
     "no_tokens": Batch((0, 0)),

@@ -166,6 +166,26 @@ def test_a_lowered_lookup_and_its_collectives() -> None:
     assert (before.target, before.removed_by) == ("ple.sharded_lookup.default", "lower_lookup")
 
 
+def test_what_nobody_reads_any_more_is_removed_with_its_last_reader() -> None:
+    def both(x: torch.Tensor) -> torch.Tensor:
+        read = x.sin()
+        return read.cos() + read.tan()
+
+    gm = make_fx(both, tracing_mode="fake")(torch.ones(2))
+    watched = Recorder(gm.graph)
+    x, sin, cos, tan = list(gm.graph.nodes)[:4]
+    for node, pass_name in ((cos, "fuse_gate"), (tan, "merge_gate_conv")):
+        node.replace_all_uses_with(x)
+        gm.graph.erase_node(node)
+        watched.after(pass_name)
+    (part,) = watched.layers([Event("fuse_gate", "matched", "")])
+    assert {node.target: node.removed_by for node in part.drawing.nodes if node.removed_by} == {
+        "aten.sin.default": "merge_gate_conv",
+        "aten.cos.default": "fuse_gate",
+        "aten.tan.default": "merge_gate_conv",
+    }
+
+
 def test_a_layer_that_is_too_large_is_cut_around_what_changed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recorder, "MAX_NODES", 5)
 

@@ -9,10 +9,13 @@ import pytest
 
 from ple_compile.explain import Report
 from ple_compile.facts import TableFacts
-from ple_compile.layer_graphs import Drawing, LayerGraph, Prefetch
+from ple_compile.layer_graphs import BEFORE, Drawing, GraphNode, LayerGraph, Prefetch
 from ple_compile.page import render
-from ple_compile.page.layout import layout
-from ple_compile.report import Event, GraphReport
+from ple_compile.page.drawing import _cut, draw
+from ple_compile.page.layer_section import _changed, _prefetch
+from ple_compile.page.layout import Layout, layout
+from ple_compile.page.pieces import status_chip
+from ple_compile.report import MATCHED, Event, GraphReport
 from tests.chromium import look_at
 
 # Every section that a page has; each layer adds its own.
@@ -71,6 +74,37 @@ def test_what_is_told(page: str, part: LayerGraph) -> None:
     assert 'href="vscode://file/home/a%20user/%3Cmodel%3E%26.py:7"' in page
     assert "3 nodes of this layer were too many to keep" in text
     assert "<script" not in page and "<b>rows" not in page
+    assert re.search("<title>[^<]*removed by merge_gate_conv", page)
+    assert page.count(status_chip(MATCHED, "fused")) == 4  # two layers: in the list, and above their sections
+
+
+def test_a_drawing_has_a_box_a_pill_and_an_edge_for_each() -> None:
+    def node(target: str, *before: int) -> GraphNode:
+        fields = {"shape": (2, 3), "dtype": "float32", "device": "cpu", "launches": int(target != "input")}
+        return GraphNode(target, before=before, **fields)
+
+    # The last box reads the first one past the second: an edge that bends round it.
+    nodes = node("input"), node("aten.exp.default", 0), node("aten.neg.default", 1), node("aten.add.Tensor", 1, 2)
+    drawn = draw(Drawing(nodes, ()), ("x", "exp", "neg", "add"), BEFORE, {})
+    assert [drawn.count(f'<g class="{kind}') for kind in ("node in", "node")] == [1, 4]
+    assert drawn.count('<path class="edge"') == 4 and len(re.findall(r'd="M[^"]*V[^"]*"', drawn)) == 1
+    assert layout({}, 100, 10) == Layout({}, [], 0.0, 0)
+
+
+def test_a_pass_that_only_made_something_is_told_of() -> None:
+    made = GraphNode("ple.gate.default", shape=(2,), dtype="float32", device="cpu", launches=1, made_by="fuse_gate")
+    assert _changed(Drawing((made,), ()), "fuse_gate") == "0 launches became 1: <code>ple.gate</code>"
+    assert _changed(Drawing((made,), ()), "fuse_lookup") == ""
+
+
+def test_a_prefetch_outside_numbered_layers_is_told_without_them() -> None:
+    told = _prefetch(Prefetch("lookup_start", "lookup_wait", "", "layers.1", 3, 2))
+    assert told.startswith("the graph shows no layers between start and wait; between them 3 launches, 2")
+
+
+def test_long_labels_are_cut_where_they_say_least() -> None:
+    assert _cut("short.name") == "short.name"
+    assert _cut("layers.0.ple.conv.weight") == "…s.0.ple.conv.weight" and _cut("a" * 30) == "a" * 19 + "…"
 
 
 def test_equal_layers_are_drawn_once(page: str) -> None:

@@ -282,7 +282,9 @@ def _check_embedding(name: str, embedding: nn.Module) -> None:
     weight = parameters["weight"]
     if weight is None or weight.is_meta:
         return
-    scales = {key: p for key, p in parameters.items() if key != "weight" and p is not None and not p.is_meta}
+    scales = {
+        key: p for key, p in parameters.items() if key != "weight" and p is not None and not p.is_meta and p.numel()
+    }
     if weight.dtype.is_floating_point and weight.dtype.itemsize == 1 and "weight_scale" not in parameters:
         raise ValueError(f"{name} is {weight.dtype} and has no weight_scale; its rows would be off by a factor")
     for key, scale in scales.items():
@@ -304,4 +306,4 @@ def _extremes(scale: Tensor) -> tuple[float, float]:
         if least != least:
             return least, most
         low, high = min(low, least), max(high, most)
-    return (low, high) if scale.numel() else (1.0, 1.0)
+    return low, high

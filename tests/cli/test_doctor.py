@@ -64,6 +64,12 @@ def test_versions_that_are_old_or_absent(monkeypatch: pytest.MonkeyPatch, capsys
     assert found['backend="ple"']["status"] == "missing" and "pip install" in found['backend="ple"']["remedy"]
 
 
+def test_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks.shutil, "which", lambda name: None)
+    for check, variable in zip(checks.compilers(), ("CXX", "CC")):
+        assert check.status == "missing" and check.remedy.endswith(f"apt-get install g++, or set {variable}")
+
+
 def test_a_cache_that_cannot_be_written(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:

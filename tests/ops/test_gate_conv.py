@@ -193,6 +193,12 @@ def test_opcheck(options):
     torch.library.opcheck(gate_conv_update_, tuple(inputs))
 
 
+def test_a_state_too_short_for_the_taps_is_refused():
+    inputs = make_inputs(1, 2, 24, 2, 4, 3, 9)
+    with pytest.raises(ValueError, match="with at least .* = 9 columns"):
+        launch(*inputs._replace(state=inputs.state[..., 1:]))
+
+
 def test_window_wider_than_the_history_is_refused():
     inputs = make_inputs(1, 2, 24, 2, 4, 3, 9, device="cpu")
     with pytest.raises(ValueError, match="window 12 .* at most their sum"):

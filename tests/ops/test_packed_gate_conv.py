@@ -134,6 +134,13 @@ def test_other_widths_and_taps(shape):
         assert_same(run(op.launch, inputs), run(op.reference, inputs), run(op.reference, to_float64(inputs)))
 
 
+def test_what_the_kernels_can_do_is_theirs(monkeypatch):
+    inputs = draw(BATCHES["decode"], 24, 2)
+    expected = run(op.reference, inputs)
+    monkeypatch.setattr(op, "reference", None)
+    torch.testing.assert_close(run(op.launch, inputs), expected, equal_nan=True)
+
+
 @pytest.mark.parametrize("name", ["nothing", "no_tokens"])
 def test_no_tokens_no_launch(name, monkeypatch):
     monkeypatch.setattr(op.gate_op, "launch_gate", None)

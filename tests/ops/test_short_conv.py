@@ -86,7 +86,8 @@ def test_opcheck():
 
 def test_mismatches_name_the_tensors():
     x, weight, state = make(2, 5, 24, 4, 9, device="cpu")
-    with pytest.raises(ValueError, match="weight"):
-        reference(x, weight[:-1], state, 3)
-    with pytest.raises(ValueError, match="at least .* 9 columns"):
-        reference(x, weight, state[..., 1:], 3)
+    for function in (reference, launch):
+        with pytest.raises(ValueError, match="weight"):
+            function(x, weight[:-1], state, 3)
+        with pytest.raises(ValueError, match="at least .* 9 columns"):
+            function(x, weight, state[..., 1:], 3)

@@ -201,7 +201,7 @@ def test_another_spelling_of_nvfp4():
 
 def test_large_static_shapes_are_probed_small():
     module, _ = quantized(CLASSES[2])
-    assert_fused(module, ids(2, 2048, 16))
+    assert_fused(module, ids(2, 4096, 16))  # two values in a byte
     module, _ = quantized(CLASSES[1])
     assert_fused(module, ids(70_000))
 
@@ -304,6 +304,14 @@ def test_a_single_changed_constant_in_nvfp4():
 
     weights = (module.weight, module.weight_scale, module.weight_scale_2)
     assert_left_alone(rows, *weights, ids(), because="differ from those of the stored values")
+
+
+def test_a_single_changed_value_where_few_ids_are_probed():
+    def rows(weight, scale, ids):
+        values = F.embedding(ids, weight).float()
+        return torch.where(values == 2.25, 2.5, values) * scale
+
+    assert_left_alone(rows, table(), scales(1), ids(1), because="differ from those of the stored values")
 
 
 def test_scales_by_other_ids():

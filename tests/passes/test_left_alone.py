@@ -31,6 +31,7 @@ def gate(
     offset: float = 1.0,
     scale: float | None = None,
     sign: Callable[[Tensor], Tensor] = torch.sign,
+    weigh: Callable[[Tensor], Tensor] = lambda opening: opening,
 ) -> Tensor:
     """transformers' gate with one place to change at a time; returns gated and normed side by side."""
 
@@ -43,32 +44,39 @@ def gate(
     key = norm(layer.key_proj(embeddings), layer.norm_key).unflatten(-1, split)
     query = norm(streams, layer.norm_query).unflatten(-1, split)
     dot = (key * query).sum(-1, keepdim=True) / (math.sqrt(layer.hidden_size) if scale is None else scale)
-    opening = torch.sigmoid(dot.abs().clamp_min(clamp).sqrt() * sign(dot))
+    opening = weigh(torch.sigmoid(dot.abs().clamp_min(clamp).sqrt() * sign(dot)))
     gated = (opening * layer.value_proj(embeddings).unsqueeze(-2)).flatten(-2)
     return torch.cat([gated, norm(gated, layer.norm_conv)], dim=-1)
 
 
+DIFFERS = "differs from the PLE gate"
+
+
 @pytest.mark.parametrize(
-    "change, matches",
+    "change, reason",
     [
-        ({}, 1),
-        ({"clamp": 1e-5}, 0),
-        ({"offset": 0.0}, 0),
-        ({"scale": 6.0}, 0),
-        ({"sign": lambda d: torch.where(d >= 0, 1.0, -1.0)}, 0),  # differs only where the dot product is zero
+        ({}, None),
+        ({"clamp": 1e-5}, DIFFERS),
+        ({"offset": 0.0}, DIFFERS),
+        ({"scale": 6.0}, DIFFERS),
+        ({"sign": lambda d: torch.where(d >= 0, 1.0, -1.0)}, DIFFERS),  # differs only where the dot product is zero
+        (
+            {"weigh": lambda opening: opening * torch.linspace(1, 2, opening.shape[-2])[:, None]},
+            "no product of the gate",
+        ),
     ],
-    ids=["the gate", "clamp", "offset", "scale", "sign of zero"],
+    ids=["the gate", "clamp", "offset", "scale", "sign of zero", "a weight for each stream"],
 )
-def test_gates_that_differ_in_one_constant(change: dict, matches: int) -> None:
+def test_gates_that_differ_in_one_constant(change: dict, reason: str | None) -> None:
     case = Case()
     layer = case.layer()
     streams, _, _ = case.inputs()
     embeddings = torch.randn(2, case.length, layer.key_proj.in_features)
     found, actual, expected = compiled_and_eager(lambda s, e: gate(layer, s, e, **change), streams, embeddings)
     torch.testing.assert_close(actual, expected)
-    assert found.counts().get("fuse_gate", 0) == matches
-    if not matches:
-        assert [name for name, reason in found.declines() if "differs from the PLE gate" in reason] == ["fuse_gate"]
+    assert found.counts().get("fuse_gate", 0) == (reason is None)
+    if reason is not None:
+        assert [name for name, why in found.declines() if reason in why] == ["fuse_gate"]
 
 
 @pytest.mark.parametrize(
@@ -94,6 +102,25 @@ def test_convolutions_that_are_not_ours(change: dict, reason: str) -> None:
     assert [name for name, why in found.declines() if reason in why] == ["fuse_short_conv"]
 
 
+def test_a_convolution_that_is_read_before_its_activation() -> None:
+    conv = nn.Conv1d(16, 16, 4, groups=16, dilation=3, bias=False)
+
+    def call(x: Tensor) -> tuple[Tensor, Tensor]:
+        convolved = conv(F.pad(x.mT, (9, 0)))
+        return F.silu(convolved), convolved.relu()
+
+    found, actual, expected = compiled_and_eager(call, torch.randn(2, 7, 16))
+    torch.testing.assert_close(actual, expected)
+    assert found.counts() == {} and "more than the activation is read" in found.declines()[0][1]
+
+
+def test_a_convolution_that_keeps_the_channels_first() -> None:
+    conv = nn.Conv1d(16, 16, 4, groups=16, dilation=3, bias=False)
+    found, actual, expected = compiled_and_eager(lambda x: F.silu(conv(F.pad(x.mT, (9, 0)))), torch.randn(2, 7, 16))
+    torch.testing.assert_close(actual, expected)
+    assert found.counts() == {"fuse_short_conv": 1}
+
+
 def test_a_convolution_without_dilation_is_no_candidate() -> None:
     conv = nn.Conv1d(16, 16, 4, groups=16, bias=False)
     found, _, _ = compiled_and_eager(lambda x: F.silu(conv(F.pad(x.mT, (3, 0)))).mT, torch.randn(2, 7, 16))
@@ -113,7 +140,6 @@ class OtherIds(Qwen4ExpTextNGramEmbedding):
     "change, matches",
     [
         (lambda t: t, 1),
-        (lambda t: t + 1, 0),
         (lambda t: torch.where(t == 6, 7, t), 0),  # one token of the vocabulary
         (lambda t: torch.where(t == EOS, 0, t), 0),
     ],
@@ -128,6 +154,33 @@ def test_ids_that_differ_for_one_token(change: Callable, matches: int) -> None:
     torch.testing.assert_close(actual, expected)
     assert found.counts().get("fuse_ngram_ids", 0) == matches
     assert len(found.declines()) == 1 - matches
+
+
+def test_heads_that_do_not_divide_by_the_orders() -> None:
+    multipliers, sizes, offsets = (torch.tensor(numbers) for numbers in ([3, 5, 7], [11, 13, 17], [0, 11, 24]))
+    table = torch.randn(41, 4)
+
+    def call(tokens: Tensor) -> Tensor:
+        one, two = (F.pad(tokens, (shift, 0), value=EOS)[:, : tokens.shape[1]] for shift in (1, 2))
+        pairs = (tokens * multipliers[0]) ^ (one * multipliers[1])
+        mixed = torch.stack([pairs, pairs, pairs ^ (two * multipliers[2])], dim=-1)
+        return F.embedding(mixed % sizes + offsets, table)
+
+    found, actual, expected = compiled_and_eager(call, torch.randint(50, (2, 9)))
+    torch.testing.assert_close(actual, expected)
+    assert found.counts() == {} and "differs from n-gram ids" in found.declines()[0][1]
+
+
+def test_what_is_left_alone_does_not_keep_the_next_from_being_fused() -> None:
+    case = Case()
+    changed, ours = (cls(case.hf_config(), 48, 1) for cls in (OtherIds, Qwen4ExpTextNGramEmbedding))
+    changed.change = lambda t: t + 1
+    for embedding in (changed, ours):
+        nn.init.normal_(embedding.ngram_embedding.weight)
+    _, ids, _ = case.inputs()
+    found, actual, expected = compiled_and_eager(lambda i: (changed(i, None), ours(i, None)), ids)
+    torch.testing.assert_close(actual, expected)
+    assert found.counts() == {"fuse_ngram_ids": 1} and len(found.declines()) == 1
 
 
 # What a hook may read: the pass that then declines, if one does.

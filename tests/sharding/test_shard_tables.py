@@ -65,19 +65,20 @@ def test_a_table_on_the_meta_device_gets_its_rows_only():
 
 
 def test_layouts():
-    def layout(axis, same_tokens=True, rank=5, **axes):
+    def layout(axis, axes, **settings):
         module = NGrams(7)
-        with fake_mesh(rank=rank, **axes) as mesh:
-            shard_tables(module, mesh, axis, same_tokens=same_tokens)
+        with fake_mesh(rank=5, **axes) as mesh:
+            shard_tables(module, mesh, axis, **settings)
             found = module.rows.layout
             assert found.table == "rows.weight"
             return found.rank, found.num_ranks, found.num_copies, found.source, found.copy
 
-    assert layout("tp", dp=2, tp=4) == (1, 4, 4, 0, 1)
-    assert layout("tp", same_tokens=False, dp=2, tp=4) == (1, 4, 1, 1, 0)
-    assert layout(("dp", "tp"), dp=2, tp=4) == (5, 8, 4, 1, 1)
-    assert layout(("dp", "tp"), same_tokens=False, dp=2, tp=4) == (5, 8, 1, 5, 0)
-    assert layout(("dp", "tp"), pp=2, dp=2, tp=2) == (1, 4, 2, 0, 1)
+    two_by_four = {"dp": 2, "tp": 4}
+    assert layout("tp", two_by_four) == (1, 4, 4, 0, 1)
+    assert layout("tp", two_by_four, same_tokens=False) == (1, 4, 1, 1, 0)
+    assert layout(("dp", "tp"), two_by_four) == (5, 8, 4, 1, 1)
+    assert layout(("dp", "tp"), two_by_four, same_tokens=False) == (5, 8, 1, 5, 0)
+    assert layout(("dp", "tp"), {"pp": 2, "dp": 2, "tp": 2}) == (1, 4, 2, 0, 1)
 
 
 @pytest.mark.parametrize(

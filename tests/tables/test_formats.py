@@ -144,6 +144,17 @@ def test_a_group_scale_of_zero_is_legal_and_one_of_nan_is_not():
         check("t", module)
 
 
+def test_each_row_spans_the_range_of_float8():
+    module, values = quantized(RowScaledFP8Embedding, dtype=torch.float32)
+    largest = torch.finfo(torch.float8_e4m3fn).max
+    torch.testing.assert_close(module.weight_scale * largest, values.abs().amax(1, keepdim=True))
+
+
+def test_a_table_without_rows_has_no_scales_to_check():
+    module = RowScaledFP8Embedding(0, 8, dtype=torch.bfloat16)
+    formats._check_embedding("t", module)
+
+
 def test_an_fp8_table_without_any_scale_is_refused():
     model = Model()
     model.table.weight = nn.Parameter(torch.zeros(64, 8).to(torch.float8_e4m3fn), requires_grad=False)

@@ -357,6 +357,10 @@ def test_formats_that_do_not_go_together(tmp_path):
     with pytest.raises(ValueError, match="is torch.float8_e4m3fn and .* is torch.bfloat16; pass format="):
         load_tables(model, plain)
     load_tables(model, plain, format="fp8")
+    model = Model()
+    model.table.weight = nn.Parameter(model.table.weight.to(torch.float8_e4m3fn), requires_grad=False)
+    with pytest.raises(ValueError, match="is torch.float8_e4m3fn and .* is torch.bfloat16; pass format="):
+        load_tables(model, plain)
 
 
 def test_index_of_another_checkpoint(tmp_path):

@@ -110,11 +110,14 @@ def test_tied_tables_stay_one():
     assert model.more.table.weight is model.table.weight and model.more.table.weight_scale is model.table.weight_scale
 
 
-def test_an_offloaded_table_stays_so(driver):
-    model = random_model()
+@pytest.mark.parametrize("to_file", [False, True])
+def test_an_offloaded_table_stays_so(driver, tmp_path, to_file):
+    model, expected = random_model(), random_model()
     offload_tables(model)
-    quantize_tables(model, "fp8_row")
+    quantize_tables(model, "fp8_row", path=tmp_path / "q.safetensors" if to_file else None)
+    quantize_tables(expected, "fp8_row")
     assert is_offloaded(model.table) and driver.covers(model.table.weight)
+    assert torch.equal(model.table.weight.view(torch.uint8), expected.table.weight.view(torch.uint8))
 
 
 def test_the_file_is_a_checkpoint(tmp_path):
