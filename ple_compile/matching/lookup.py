@@ -103,8 +103,6 @@ def _gathered(node: Node) -> tuple[Node, Node] | None:
     args: tuple[Any, ...] = node.args
     if calls(node, {aten.embedding.default}):
         return args[0], args[1]
-    if calls(node, {aten.index_select.default}) and args[1] == 0:
-        return args[0], args[2]
     if calls(node, {aten.index.Tensor}) and len(args[1]) == 1 and args[1][0] is not None:
         return args[0], args[1][0]
     return None

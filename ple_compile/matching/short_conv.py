@@ -25,7 +25,6 @@ from ple_compile.matching.graph import (
     is_pointwise,
     is_tensor,
     open_inputs,
-    outside_reader,
     prims,
     value,
 )
@@ -142,10 +141,6 @@ def verify(conv: ShortConv) -> None:
     stray = open_inputs([conv.activated], set(conv.leaves))
     if stray:
         raise Declined(f"the convolution also reads {stray[0].name}")
-    interior = (depends_on(nodes, {conv.convolution}) | {conv.convolution}) - {conv.activated}
-    reader = outside_reader(interior, [conv.activated])
-    if reader is not None:
-        raise Declined(f"{reader[0].name} inside the convolution is read by {reader[1].name}")
     try:
         assignments = probe.size_assignments([*conv.leaves, *nodes], conv.leaves[2:])
         for sizes in assignments:

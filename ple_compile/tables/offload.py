@@ -114,7 +114,7 @@ class _Offloaded:
             # Captured graphs read the cache's address, so it stays; what it holds goes at once, not at the next call.
             hot_rows.clear(table)
         else:
-            if before is not None and not before.is_meta:
+            if before is not None:
                 hot_rows.detach(before)
             self._settle()
 
