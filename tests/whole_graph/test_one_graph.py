@@ -197,7 +197,7 @@ def test_packed_sequences_and_a_mask_with_holes():
     visible = torch.ones(30, 30, dtype=torch.bool).tril()
     visible = (visible & (torch.rand(30, 30, generator=torch.Generator().manual_seed(0)) < 0.7)) | torch.eye(30).bool()
     holes = dict(attention_mask=visible.expand(2, 1, -1, -1), use_cache=False)
-    for settings in (packed, holes):
+    for settings in (dict(use_cache=False), packed, holes):
         actual, expected = (m(prompt, **settings).logits for m in (model, plain))
         torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5)
 

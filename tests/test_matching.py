@@ -1,0 +1,37 @@
+"""What matchers ask of single nodes."""
+
+import pytest
+import torch
+from torch.fx import Graph, Node
+
+from ple_compile.matching.candidates import Declined
+from ple_compile.matching.graph import casts_up_or_keeps, prims
+from ple_compile.matching.packed_conv import _requests
+
+
+def placeholder(graph: Graph, name: str, tensor: torch.Tensor) -> Node:
+    node = graph.placeholder(name)
+    node.meta["val"] = tensor
+    return node
+
+
+def test_casts_that_lose_nothing() -> None:
+    float8 = torch.float8_e4m3fn
+    lossless = {(torch.bfloat16, torch.float32), (torch.float32, torch.float32), (float8, float8)}
+    for before, after in (*lossless, (torch.float32, torch.bfloat16), (float8, torch.float32), (torch.float32, float8)):
+        graph = Graph()
+        x = placeholder(graph, "x", torch.ones(2).to(before))
+        cast = graph.call_function(prims.convert_element_type.default, (x, after))
+        cast.meta["val"] = x.meta["val"].to(after)
+        assert casts_up_or_keeps(cast) == ((before, after) in lossless), (before, after)
+
+
+def test_what_a_pool_is_updated_by() -> None:
+    graph, counts = Graph(), torch.ones(3, dtype=torch.int32)
+    slots, accepted, more = (placeholder(graph, name, counts) for name in ("slots", "accepted", "more"))
+    starts = placeholder(graph, "starts", torch.ones(4, dtype=torch.int32))
+    flags = placeholder(graph, "flags", counts.bool())
+    assert _requests(slots, [starts, flags]) == (starts, slots, flags, None)
+    assert _requests(slots, [accepted, flags, starts]) == (starts, slots, flags, accepted)
+    with pytest.raises(Declined, match="reads starts, flags, accepted, more, not query_start_loc"):
+        _requests(slots, [starts, flags, accepted, more])
