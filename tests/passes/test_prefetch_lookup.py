@@ -347,17 +347,6 @@ def test_a_table_that_the_forward_writes_to_or_that_trains_is_not_taken_over(spo
     assert graphs and not any(graphs)
 
 
-def test_rows_that_meet_a_host_tensor_before_they_move():
-    graph, host, moved = torch.fx.Graph(), torch.ones(2), torch.ones(2, device="meta")
-    rows, scale = graph.placeholder("rows"), graph.placeholder("scale")
-    scaled, on_gpu = graph.call_method("mul", (rows, scale)), graph.call_method("to", (rows, "meta"))
-    for node, traced in ((rows, host), (scale, host), (scaled, host), (on_gpu, moved)):
-        node.meta["example_value"] = traced
-    assert host_tables._meets_host_tensors(rows, "meta")
-    graph.erase_node(scaled)
-    assert not host_tables._meets_host_tensors(rows, "meta")
-
-
 def outline(graph):
     """The lookups, the ops around them and the products of a graph, by layer; `<- x`: only after x."""
     lines = []
