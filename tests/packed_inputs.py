@@ -116,7 +116,8 @@ def draw(
         values = larger[::2, :, 1 : columns + 1]
 
     projected = rand(tokens, channels + width)
-    ends = random.Random(int(rand(1).abs() * 1e6)).sample(range(1, tokens + 1), min(tokens, 5)) if boundaries else []
+    seed = int(torch.randint(2**31, (1,), generator=generator))
+    ends = random.Random(seed).sample(range(1, tokens + 1), min(tokens, 5)) if boundaries else []
     return Inputs(
         key=projected[:, :channels],
         value=projected[:, channels:],

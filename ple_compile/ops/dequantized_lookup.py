@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ple_compile.ops import lookup
+from ple_compile.ops import _host_reads, lookup
 from ple_compile.ops._library import define
 from ple_compile.ops._rounding import TRITON_DTYPE
 from ple_compile.tables import pinning
@@ -161,7 +161,7 @@ def launch(
         return rows
     block_width = max(GROUP, triton.next_power_of_2(width))
     block_rows = max(1, min(16, _TILE_VALUES // block_width))
-    programs = lookup.HOST_PROGRAMS if table.device != ids.device else _DEVICE_PROGRAMS
+    programs = _host_reads.PROGRAMS if pinning.is_host_memory(table) else _DEVICE_PROGRAMS
     programs = min(programs, triton.cdiv(ids.numel(), block_rows))
     counts = (ids.contiguous(), ids.numel(), table.shape[0], programs * block_rows)
     # As bytes: on sm80 Triton refuses even a pointer to e4m3.

@@ -6,7 +6,7 @@
 ids: int32 or int64, flattened; or, when `counted`, the gathered buffers of `pack_ids`, [num_sources, 1 + n], whose
 counts are dropped. A count above `max_ids` means that a rank has more ids than a buffer holds: an error on every rank,
 an exception on the CPU and a device-side assertion on CUDA, where nothing is read back to the host.
-local: int64 [n]; mine: bool [n]. Bytes moved: the ids in; local and mine out. One launch, and three for the assertion.
+local: int64 [n]; mine: bool [n]. Bytes moved: the ids in; local and mine out. One launch, and two for the assertion.
 """
 
 import torch
@@ -18,6 +18,9 @@ from ple_compile.ops._library import define
 from ple_compile.sharding.agreement import agree
 
 _BLOCK = 1024
+# An assertion ends this device's context, which the rank with too many ids must not feel before it has told its user:
+# its half of the exchange may still be reading this device's memory. So many atomics in a row take about half a second.
+_TURNS_BEFORE_ASSERTION = 500_000
 
 
 def reference(
@@ -41,6 +44,20 @@ def too_many(given: int, max_ids: int, what: str) -> str:
     )
 
 
+@triton.jit(do_not_specialize=["num_sources", "stride", "max_ids", "turns"])
+def counts_fit_kernel(fits_ptr, turn_ptr, ids_ptr, num_sources, stride, max_ids, turns, BLOCK: tl.constexpr):
+    """Whether no count is above `max_ids`; if one is, `turns` atomics later."""
+    source = tl.arange(0, BLOCK)
+    counts = tl.load(ids_ptr + source * stride, mask=source < num_sources, other=0)
+    fits = tl.max(counts, axis=0) <= max_ids
+    tl.store(turn_ptr, 0)
+    tl.debug_barrier()
+    turn = tl.where(fits, turns, 0)
+    while turn < turns:
+        turn = tl.atomic_add(turn_ptr, 1) + 1
+    tl.store(fits_ptr, fits)
+
+
 @triton.jit(do_not_specialize=["num_ids", "per_source", "first_row", "num_rows"])
 def local_ids_kernel(
     local_ptr, mine_ptr, ids_ptr, num_ids, per_source, first_row, num_rows, COUNTED: tl.constexpr, BLOCK: tl.constexpr
@@ -62,9 +79,17 @@ def launch(
     agree(group, what)
     ids = ids.contiguous()
     if counted:
-        fits = (ids.view(num_sources, -1)[:, 0] <= max_ids).all()
+        fits = counts_fit(ids, num_sources, max_ids)
         torch._assert_async(fits, f"{what}: a rank has more tokens than Config.etp_max_tokens")
     return locate(ids, num_sources, counted, first_row, num_rows)
+
+
+def counts_fit(ids: Tensor, num_sources: int, max_ids: int, turns: int = _TURNS_BEFORE_ASSERTION) -> Tensor:
+    """int32, 1 or 0."""
+    fits, turn = ids.new_empty(2, dtype=torch.int32).unbind()
+    block = triton.next_power_of_2(num_sources)
+    counts_fit_kernel[(1,)](fits, turn, ids, num_sources, ids.numel() // num_sources, max_ids, turns, BLOCK=block)
+    return fits
 
 
 def locate(ids: Tensor, num_sources: int, counted: bool, first_row: int, num_rows: int) -> tuple[Tensor, Tensor]:

@@ -4,8 +4,8 @@
 
 table [R, D] of any dtype, rows contiguous (a row stride larger than D is fine); ids int32 or int64 of any shape; rows
 [*ids.shape, D] contiguous in the table's dtype on the ids' device. With CUDA ids the table lies on the same device or
-page-locked on the host; the kernel then reads it over the bus (UVA), and a bounded grid of persistent programs does:
-eight of them saturate a PCIe 5 link on one H200 and leave the other SMs to whoever runs beside.
+page-locked on the host; the kernel then reads it over the bus (UVA), with a bounded grid of persistent programs that
+leaves the other SMs to whoever runs beside, and many ids in the order of their rows' addresses (`_host_reads`).
 
 An id outside the table gives a row of zeros on the device and is an error on the CPU; memory outside the table is
 never read. `check_ids` finds such ids at the price of a host synchronisation.
@@ -19,22 +19,23 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ple_compile.ops import _host_reads
 from ple_compile.ops._library import define
 from ple_compile.ops._words import in_words, word_type
 from ple_compile.tables import hot_rows, pinning
 from ple_compile.tuning.table import chosen
 
-# Programs of 8 warps that read host memory: 8 reach 28 M random rows a second on one H200, 16 reach 29.
-HOST_PROGRAMS = 8
-
 
 class Choices(NamedTuple):
-    """Launch choices for a table in device memory; one in host memory takes the defaults and HOST_PROGRAMS."""
+    """Launch choices."""
 
     tile_words: int = 1024
     most_rows: int = 16  # of a tile
     programs: int = 2048  # at most; they walk through the ids
     num_warps: int = 8
+
+
+_HOST_CHOICES = Choices(_host_reads.TILE_WORDS, _host_reads.MOST_ROWS, _host_reads.PROGRAMS, _host_reads.NUM_WARPS)
 
 
 def reference(table: Tensor, ids: Tensor) -> Tensor:
@@ -48,6 +49,7 @@ def lookup_kernel(
     rows_ptr,
     table_ptr,
     ids_ptr,
+    order_ptr,  # the positions in the order in which they are read, or None
     num_ids,
     num_rows,
     step,
@@ -66,12 +68,15 @@ def lookup_kernel(
     while start < num_ids:
         index = start + tl.arange(0, BLOCK_ROWS)
         wanted = index < num_ids
-        row = tl.load(ids_ptr + index, mask=wanted, other=-1).to(tl.int64)
+        position = index.to(tl.int64)
+        if order_ptr is not None:
+            position = tl.load(order_ptr + index, mask=wanted, other=0)
+        row = tl.load(ids_ptr + position, mask=wanted, other=-1).to(tl.int64)
         inside = (row >= 0) & (row < num_rows)
         words = tl.load(
             table_words + row[:, None] * ROW_STRIDE + word[None, :], mask=inside[:, None] & real_word[None, :], other=0
         )
-        destination = index.to(tl.int64)[:, None] * ROW_WORDS + word[None, :]
+        destination = position[:, None] * ROW_WORDS + word[None, :]
         tl.store(row_words + destination, words, mask=wanted[:, None] & real_word[None, :])
         start += step
 
@@ -91,18 +96,19 @@ def gather_into(rows: Tensor, table: Tensor, ids: Tensor) -> None:
     """Launch the gather on the current stream; `rows` and `ids` are contiguous."""
     if rows.numel() == 0:
         return
-    on_host = pinning.is_host_memory(table)
-    cache = hot_rows.cache_of(table, ids.device) if on_host and ids.numel() >= hot_rows.MIN_IDS else None
+    if not pinning.is_host_memory(table):
+        row_bytes = table.shape[1] * table.element_size()
+        run(rows, table, ids, chosen("lookup", Choices(), table.device, row_bytes=row_bytes))
+        return
+    cache = hot_rows.cache_of(table, ids.device) if ids.numel() >= hot_rows.MIN_IDS else None
     if cache is not None and cache.is_current():
         cache.gather_into(rows, table, ids)
         return
-    choices = Choices(programs=HOST_PROGRAMS)
-    if not on_host:
-        choices = chosen("lookup", Choices(), table.device, row_bytes=table.shape[1] * table.element_size())
-    run(rows, table, ids, choices)
+    ordered = ids.numel() >= _host_reads.ORDERED_FROM
+    run(rows, table, ids, _HOST_CHOICES, _host_reads.address_order(ids, table.shape[0]) if ordered else None)
 
 
-def run(rows: Tensor, table: Tensor, ids: Tensor, choices: Choices) -> None:
+def run(rows: Tensor, table: Tensor, ids: Tensor, choices: Choices, order: Tensor | None = None) -> None:
     word = word_type(table)
     row_words = in_words(table.shape[1], table, word)
     block_words = triton.next_power_of_2(row_words)
@@ -112,6 +118,7 @@ def run(rows: Tensor, table: Tensor, ids: Tensor, choices: Choices) -> None:
         rows,
         table,
         ids,
+        order,
         ids.numel(),
         table.shape[0],
         programs * block_rows,

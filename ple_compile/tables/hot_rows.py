@@ -6,10 +6,11 @@ most once per batch. A miss takes a free way of its set, or one whose count is z
 from every count of the set and is not kept. So a row seen once makes room for the next, and a row seen again stays
 for as many such misses as it was hit.
 
-One lookup is six launches on one stream, none of which the host waits for:
+One lookup is six launches on one stream and for many ids a sort, none of which the host waits for:
     prepare  take the cache for this lookup, clear the table of the election
     probe    per id: a hit, or the election of one leader among the positions that miss the same row; leaders choose a
              way and write its word (words only: the data that earlier hits point at stays until `insert`)
+    (sort    many leaders by the address of their rows)
     fetch    leaders' rows from the host, a bounded grid over the list of leaders
     copy     hits from the cache, the other positions from their leaders' rows
     insert   leaders' rows into the ways they chose
@@ -28,14 +29,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ple_compile.ops import _host_reads
 from ple_compile.ops._words import in_words, word_type
 
 WAYS = tl.constexpr(8)
 # Below this many ids the fixed cost of the launches is larger than what the cache saves.
 MIN_IDS = 2048
-HOST_PROGRAMS = 8
 _DEVICE_PROGRAMS = 64
-_TILE_WORDS = 1024
 
 _ID_MASK = tl.constexpr((1 << 40) - 1)  # also the id of a free way
 _COUNT_ONE = tl.constexpr(1 << 40)
@@ -47,6 +47,7 @@ _NO_WAY = tl.constexpr(1 << 20)  # a rank above every count
 # What `source` says of a position that is neither a hit (its cell) nor a follower (-2 - leader).
 _LEADER = tl.constexpr(-1)
 _OUTSIDE = tl.constexpr(-(2**31))
+_BEHIND_ALL = tl.constexpr(1 << _host_reads.BUCKET_BITS)  # where the sort puts who does not lead
 
 _CACHES: dict[tuple[int, torch.device], "HotRows"] = {}
 
@@ -116,6 +117,7 @@ class HotRows:
         election = ids.new_empty(num_cells + _IDLE_CELLS.value, dtype=torch.int32)
         header = ids.new_empty(3, dtype=torch.int32)  # this lookup has the cache, batch number, number of leaders
         source, claim, leaders = (ids.new_empty(num_ids, dtype=torch.int32) for _ in range(3))
+        buckets = ids.new_empty(num_ids, dtype=torch.int16) if num_ids >= _host_reads.ORDERED_FROM else None
 
         prepare_kernel[(triton.cdiv(election.numel(), 1024),)](
             election, header, self._state, election.numel(), BLOCK=1024
@@ -125,6 +127,7 @@ class HotRows:
             source,
             claim,
             leaders,
+            buckets,
             election,
             header,
             self._counts,
@@ -132,17 +135,26 @@ class HotRows:
             ids,
             num_ids,
             table.shape[0],
+            _host_reads.bucket_shift(table.shape[0]),
             self.num_sets,
             num_cells,
             num_warps=_IDLE_CELLS.value // 32,
         )
+        if buckets is not None:
+            leaders = buckets.argsort()
 
         word = word_type(table)
         row_words = in_words(table.shape[1], table, word)
         block_words = triton.next_power_of_2(row_words)
-        block_rows = max(1, min(16, _TILE_WORDS // block_words))
-        tile = dict(WORD=word, ROW_WORDS=row_words, BLOCK_ROWS=block_rows, BLOCK_WORDS=block_words, num_warps=8)
-        host = min(HOST_PROGRAMS, triton.cdiv(num_ids, block_rows))
+        block_rows = max(1, min(_host_reads.MOST_ROWS, _host_reads.TILE_WORDS // block_words))
+        tile = dict(
+            WORD=word,
+            ROW_WORDS=row_words,
+            BLOCK_ROWS=block_rows,
+            BLOCK_WORDS=block_words,
+            num_warps=_host_reads.NUM_WARPS,
+        )
+        host = min(_host_reads.PROGRAMS, triton.cdiv(num_ids, block_rows))
         device = min(_DEVICE_PROGRAMS, triton.cdiv(num_ids, block_rows))
         stride = in_words(table.stride(0), table, word)
         fetch_kernel[(host,)](rows, table, ids, leaders, header, host * block_rows, ROW_STRIDE=stride, **tile)
@@ -224,11 +236,12 @@ def release_kernel(header_ptr, state_ptr):
         tl.atomic_xchg(state_ptr, 0)
 
 
-@triton.jit(do_not_specialize=["num_ids", "num_rows", "num_sets", "num_cells"])
+@triton.jit(do_not_specialize=["num_ids", "num_rows", "shift", "num_sets", "num_cells"])
 def probe_kernel(
     source_ptr,
     claim_ptr,
     leaders_ptr,
+    buckets_ptr,  # None when the leaders stay as they come
     election_ptr,
     header_ptr,
     counts_ptr,
@@ -236,6 +249,7 @@ def probe_kernel(
     ids_ptr,
     num_ids,
     num_rows,
+    shift,
     num_sets,
     num_cells,
 ):
@@ -297,6 +311,9 @@ def probe_kernel(
     num_leaders = tl.sum(leads.to(tl.int32), axis=0)
     place = tl.atomic_add(header_ptr + 2, num_leaders) + tl.cumsum(leads.to(tl.int32), axis=0) - 1
     tl.store(leaders_ptr + place, index, mask=leads)
+    if buckets_ptr is not None:
+        bucket = tl.where(leads, row >> shift, _BEHIND_ALL)
+        tl.store(buckets_ptr + index, bucket.to(tl.int16), mask=index < num_ids)
 
     # Leaders take a free way or one whose count is zero; whoever comes second goes without.
     takes = leads & (cheapest_rank <= 0)

@@ -14,7 +14,6 @@ from ple_compile.tables.quantize import quantize_tables
 from tests.checkpoints import table_rows, write_checkpoint
 from tests.host_stack import Stack
 from tests.passes.test_fuse_lookup import Fused
-from tests.ple_inputs import share_equal
 from tests.tables.test_load import BASE, Model
 
 ROWS, WIDTH = 40_000, 160
@@ -73,7 +72,7 @@ def test_from_page_locked_memory(format):
 @pytest.mark.parametrize("format", FORMATS)
 def test_on_the_host_its_bytes_are_fetched_a_layer_ahead(format):
     torch._dynamo.reset()
-    model = Stack(3, rows=4000, width=WIDTH, hidden=256).bfloat16()
+    model = Stack(3, rows=4000, width=WIDTH, hidden=256)
     quantize_tables(model, format)
     offload_tables(model)
     model.to("cuda")
@@ -83,7 +82,7 @@ def test_on_the_host_its_bytes_are_fetched_a_layer_ahead(format):
     expected = model(*args)
     compiled = torch.compile(model, backend="ple", fullgraph=True)
     actual, (code,) = run_and_get_code(compiled, *args)
-    assert share_equal(actual, expected) >= 0.99
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
     assert code.count("ple.lookup_start.default(") == code.count("ple.lookup_wait.default(") == 1
     # Nothing waits for the device: the scales are not copied to the host, nor the ids.
     torch.cuda.set_sync_debug_mode("error")

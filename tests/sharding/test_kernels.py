@@ -48,6 +48,15 @@ def test_local_ids(size, counted, sources):
         )
 
 
+@pytest.mark.parametrize("sources", [1, 2, 3])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_counts_fit(sources, dtype):
+    ids = torch.full((sources, 4), 99, dtype=dtype)
+    for largest, fits in ((7, 1), (8, 1), (9, 0)):
+        ids[:, 0] = torch.arange(largest - sources + 1, largest + 1)
+        assert local_ids.counts_fit(ids.flip(0).contiguous(), sources, 8, turns=3) == fits
+
+
 @pytest.mark.parametrize(
     "width, dtype", [(160, torch.bfloat16), (160, torch.uint8), (3, torch.bfloat16), (5, torch.uint8)]
 )

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import ple_compile
+from ple_compile.ops import _host_reads
 from ple_compile.stats import restore_stats
 from ple_compile.tables import hot_rows
 from ple_compile.tables.hot_rows import HotRows
@@ -52,6 +53,18 @@ def test_exact_over_many_batches(table, num_sets, ids_dtype):
     assert cache.num_sets == num_sets
     for seed in range(8):
         assert_exact(cache, table, zipf(700, seed).to(ids_dtype).view(70, 10))
+
+
+def test_exact_with_leaders_in_the_order_of_their_addresses(table, monkeypatch):
+    monkeypatch.setattr(_host_reads, "ORDERED_FROM", 700)
+    cache = HotRows(table, 40 * SET_BYTES, "cpu")
+    for seed in range(4):
+        ids = zipf(700, seed).view(70, 10)
+        assert_exact(cache, table, ids)
+    ids[0, :3] = torch.tensor([-1, ROWS, 2**40])
+    rows = look_up(cache, table, ids)
+    assert rows[0, :3].view(torch.uint8).count_nonzero() == 0
+    assert torch.equal(rows[1:].view(torch.uint8), table[ids[1:]].view(torch.uint8))
 
 
 def test_counts_and_each_row_is_fetched_once(table):
