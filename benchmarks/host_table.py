@@ -26,7 +26,7 @@ import torch
 import triton
 from torch import Tensor, nn
 
-from ple_compile.ops.lookup import HOST_PROGRAMS, lookup
+from ple_compile.ops.lookup import HOST_CHOICES, empty_rows, lookup, run
 from ple_compile.ops.ngram_ids import ngram_ids
 from ple_compile.tables import hot_rows
 from ple_compile.tables.offload import offload_tables
@@ -88,7 +88,15 @@ def measure_rate(model: NGrams, tokens: int) -> dict:
     table, batches = model.table.weight, draw(model, tokens)
     check(lookup(table, batches[0]), batches[0])
     microseconds = measure(lambda i: lookup(table, batches[i]))
-    return {"tokens": tokens, "us": microseconds, "million_rows_per_s": tokens * HEADS / microseconds}
+    plain = measure(lambda i: plain_lookup(table, batches[i]))
+    rows = tokens * HEADS
+    return {
+        "tokens": tokens,
+        "us": microseconds,
+        "million_rows_per_s": rows / microseconds,
+        "plain_us": plain,
+        "plain_million_rows_per_s": rows / plain,
+    }
 
 
 def measure_neighbour(model: NGrams) -> dict:
@@ -204,12 +212,19 @@ def measure_layer(model: NGrams, gpu_table: nn.Embedding | None, text: Text, tok
     return row
 
 
-def measure_replays(table: Tensor, batches: list[Tensor]) -> float:
+def plain_lookup(table: Tensor, ids: Tensor) -> Tensor:
+    """Rows over the bus as the ids come: neither sorted nor cached."""
+    rows = empty_rows(table, ids)
+    run(rows, table, ids, HOST_CHOICES)
+    return rows
+
+
+def measure_replays(table: Tensor, batches: list[Tensor], look_up: Callable[..., Tensor] = lookup) -> float:
     """Median microseconds of a captured lookup; every replay gets ids it has not seen, so there is no warm-up."""
     ids = batches[0].clone()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        rows = lookup(table, ids)
+        rows = look_up(table, ids)
     times = []
     for batch in batches[1:]:
         ids.copy_(batch)
@@ -237,7 +252,7 @@ def measure_hot_rows(model: NGrams, text: Text, shares: list[float]) -> list[dic
     """Fill on one text, measure on another: batches of 8,192 tokens."""
     batches = [model.ids(part).contiguous() for part in text.measuring.split(8192)[:-1]]
     table, results = model.table.weight, []
-    plain = measure_replays(table, batches)
+    plain, ordered = measure_replays(table, batches, plain_lookup), measure_replays(table, batches)
     for share in shares:
         cache = fill(model, text, share)
         held = torch.stack([cache.holds(ids).float().mean(0) for ids in batches]).mean(0)
@@ -253,8 +268,10 @@ def measure_hot_rows(model: NGrams, text: Text, shares: list[float]) -> list[dic
                 "hit_percent_3grams": 100 * held[HEADS // 2 :].mean().item(),
                 "fetched_percent": 100 * counts["fetched"] / counts["looked_up"],
                 "plain_us": plain,
+                "by_address_us": ordered,
                 "cached_us": microseconds,
                 "speedup": plain / microseconds,
+                "speedup_by_address": ordered / microseconds,
             }
         )
         offload_tables(model)
@@ -269,7 +286,7 @@ def environment() -> dict:
         "torch": torch.__version__,
         "triton": triton.__version__,
         "commit": commit.stdout.strip() or "unknown",
-        "programs": HOST_PROGRAMS,
+        "programs": HOST_CHOICES.programs,
     }
 
 

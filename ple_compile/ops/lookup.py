@@ -35,7 +35,7 @@ class Choices(NamedTuple):
     num_warps: int = 8
 
 
-_HOST_CHOICES = Choices(_host_reads.TILE_WORDS, _host_reads.MOST_ROWS, _host_reads.PROGRAMS, _host_reads.NUM_WARPS)
+HOST_CHOICES = Choices(_host_reads.TILE_WORDS, _host_reads.MOST_ROWS, _host_reads.PROGRAMS, _host_reads.NUM_WARPS)
 
 
 def reference(table: Tensor, ids: Tensor) -> Tensor:
@@ -105,7 +105,7 @@ def gather_into(rows: Tensor, table: Tensor, ids: Tensor) -> None:
         cache.gather_into(rows, table, ids)
         return
     ordered = ids.numel() >= _host_reads.ORDERED_FROM
-    run(rows, table, ids, _HOST_CHOICES, _host_reads.address_order(ids, table.shape[0]) if ordered else None)
+    run(rows, table, ids, HOST_CHOICES, _host_reads.address_order(ids, table.shape[0]) if ordered else None)
 
 
 def run(rows: Tensor, table: Tensor, ids: Tensor, choices: Choices, order: Tensor | None = None) -> None:
