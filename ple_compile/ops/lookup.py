@@ -49,7 +49,7 @@ def lookup_kernel(
     rows_ptr,
     table_ptr,
     ids_ptr,
-    order_ptr,  # the positions in the order in which they are read, or None
+    order_ptr,  # where the rows go, or None for the order of the ids
     num_ids,
     num_rows,
     step,
@@ -65,20 +65,23 @@ def lookup_kernel(
     real_word = word < ROW_WORDS
     # A `range` would do, were it not for Triton 3.6's interpreter, which cannot take its bounds from arguments.
     start = tl.program_id(0) * BLOCK_ROWS
+    index = start + tl.arange(0, BLOCK_ROWS)
+    row = tl.load(ids_ptr + index, mask=index < num_ids, other=-1).to(tl.int64)
     while start < num_ids:
-        index = start + tl.arange(0, BLOCK_ROWS)
         wanted = index < num_ids
-        position = index.to(tl.int64)
-        if order_ptr is not None:
-            position = tl.load(order_ptr + index, mask=wanted, other=0)
-        row = tl.load(ids_ptr + position, mask=wanted, other=-1).to(tl.int64)
         inside = (row >= 0) & (row < num_rows)
         words = tl.load(
             table_words + row[:, None] * ROW_STRIDE + word[None, :], mask=inside[:, None] & real_word[None, :], other=0
         )
+        position = index.to(tl.int64)
+        if order_ptr is not None:
+            position = tl.load(order_ptr + index, mask=wanted, other=0)
+        # The next ids arrive while these rows are on their way.
+        start += step
+        index += step
+        row = tl.load(ids_ptr + index, mask=index < num_ids, other=-1).to(tl.int64)
         destination = position[:, None] * ROW_WORDS + word[None, :]
         tl.store(row_words + destination, words, mask=wanted[:, None] & real_word[None, :])
-        start += step
 
 
 def launch(table: Tensor, ids: Tensor) -> Tensor:
@@ -104,8 +107,11 @@ def gather_into(rows: Tensor, table: Tensor, ids: Tensor) -> None:
     if cache is not None and cache.is_current():
         cache.gather_into(rows, table, ids)
         return
-    ordered = ids.numel() >= _host_reads.ORDERED_FROM
-    run(rows, table, ids, HOST_CHOICES, _host_reads.address_order(ids, table.shape[0]) if ordered else None)
+    order = None
+    if ids.numel() >= _host_reads.ORDERED_FROM:
+        order = _host_reads.address_order(ids, table.shape[0])
+        ids = ids.view(-1)[order]
+    run(rows, table, ids, HOST_CHOICES, order)
 
 
 def run(rows: Tensor, table: Tensor, ids: Tensor, choices: Choices, order: Tensor | None = None) -> None:

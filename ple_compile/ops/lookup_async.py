@@ -27,7 +27,8 @@ from torch import Tensor
 from ple_compile.ops import lookup
 from ple_compile.ops._library import define
 
-_SIDE_STREAMS: dict[tuple[torch.device, int], torch.cuda.Stream] = {}
+# `torch.Stream` rather than `torch.cuda.Stream`, whose Python layers cost several times as much host time.
+_SIDE_STREAMS: dict[torch.Stream, torch.Stream] = {}
 
 
 @dataclass(eq=False)
@@ -36,13 +37,13 @@ class _Transfer:
 
     rows: Tensor
     inputs: tuple[Tensor, Tensor]  # kept until the join
-    main: torch.cuda.Stream
-    done: torch.cuda.Event
+    main: torch.Stream
+    done: torch.Event
     captured: bool
     joined: bool = False
 
     def join(self) -> Tensor:
-        current = torch.cuda.current_stream(self.rows.device)
+        current = torch.accelerator.current_stream(self.rows.device)
         current.wait_event(self.done)
         self.joined = True
         if current == self.main:
@@ -70,10 +71,10 @@ def start_on_cuda(table: Tensor, ids: Tensor) -> Tensor:
     lookup.check_arguments(table, ids)
     rows, own_ids = lookup.empty_rows(table, ids), ids.clone(memory_format=torch.contiguous_format)
     flight = torch.empty(1, dtype=torch.uint8, device=ids.device)
-    main = torch.cuda.current_stream(ids.device)
+    main = torch.accelerator.current_stream(ids.device)
     side = _side_stream(main)
     side.wait_stream(main)
-    with torch.cuda.stream(side):
+    with side:
         lookup.gather_into(rows, table, own_ids)
     captured = torch.cuda.is_current_stream_capturing()
     flight.__dict__["transfer"] = _Transfer(rows, (table, own_ids), main, side.record_event(), captured)
@@ -93,12 +94,11 @@ def wait_on_cuda(flight: Tensor, table: Tensor, ids: Tensor) -> Tensor:
     return transfer.join()
 
 
-def _side_stream(main: torch.cuda.Stream) -> torch.cuda.Stream:
-    key = (main.device, main.cuda_stream)
-    if key not in _SIDE_STREAMS:
+def _side_stream(main: torch.Stream) -> torch.Stream:
+    if main not in _SIDE_STREAMS:
         # High priority: its few programs must find a place beside kernels that fill the device.
-        _SIDE_STREAMS[key] = torch.cuda.Stream(main.device, priority=-1)
-    return _SIDE_STREAMS[key]
+        _SIDE_STREAMS[main] = torch.Stream(main.device, priority=-1)
+    return _SIDE_STREAMS[main]
 
 
 def fake_start(table: Tensor, ids: Tensor) -> Tensor:

@@ -360,14 +360,19 @@ def fetch_kernel(
     word = tl.arange(0, BLOCK_WORDS)
     num_leaders = tl.load(header_ptr + 2)
     start = tl.program_id(0) * BLOCK_ROWS
+    place = start + tl.arange(0, BLOCK_ROWS)
+    position = tl.load(leaders_ptr + place, mask=place < num_leaders, other=0).to(tl.int64)
+    row = tl.load(ids_ptr + position).to(tl.int64)
     while start < num_leaders:
-        place = start + tl.arange(0, BLOCK_ROWS)
-        position = tl.load(leaders_ptr + place, mask=place < num_leaders, other=0).to(tl.int64)
-        row = tl.load(ids_ptr + position).to(tl.int64)
         mask = (place < num_leaders)[:, None] & (word < ROW_WORDS)[None, :]
         words = tl.load(table_words + row[:, None] * ROW_STRIDE + word[None, :], mask=mask)
-        tl.store(row_words + position[:, None] * ROW_WORDS + word[None, :], words, mask=mask)
+        destination = row_words + position[:, None] * ROW_WORDS + word[None, :]
+        # The next ids arrive while these rows are on their way.
         start += step
+        place += step
+        position = tl.load(leaders_ptr + place, mask=place < num_leaders, other=0).to(tl.int64)
+        row = tl.load(ids_ptr + position).to(tl.int64)
+        tl.store(destination, words, mask=mask)
 
 
 @triton.jit(do_not_specialize=["num_ids", "step"])

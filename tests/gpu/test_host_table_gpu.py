@@ -240,13 +240,13 @@ def test_the_start_overlaps_with_work_on_the_main_stream(model):
     events = [e for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
     (gather,) = [e for e in events if e.name == "lookup_kernel"]
     inside = [
-        e
+        e.time_range.elapsed_us()
         for e in events
         if e is not gather
         and gather.time_range.start <= e.time_range.start
         and e.time_range.end <= gather.time_range.end
     ]
-    assert len(inside) >= 10
+    assert len(inside) >= 3 and sum(inside) >= 0.5 * gather.time_range.elapsed_us()
 
 
 def test_no_host_synchronisation(model):

@@ -13,21 +13,26 @@ import torch
 import torch.distributed as dist
 
 # Processes are forked from a server that has imported the package once and run nothing.
-_CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["torch", "ple_compile.sharding.shard", "ple_compile.passes.lower_lookup"])
+_FORKED = multiprocessing.get_context("forkserver")
+_FORKED.set_forkserver_preload(["torch", "ple_compile.sharding.shard", "ple_compile.passes.lower_lookup"])
+# With a GPU in the machine these imports look at it, and CUDA refuses a process that was forked after that.
+_SPAWNED = multiprocessing.get_context("spawn")
+
+DIED = "the process ended without a result"
 
 
 def run_ranks(num_ranks: int, function: Callable, *args: Any, timeout: float = 60, backend: str = "gloo") -> list[Any]:
     """`function(rank, *args)` on every rank; a list of results, or of the exceptions' texts. `timeout` is the group's.
 
-    A rank that ends without either gives None. With NCCL in `backend`, each rank has a device of its own.
+    A rank that ends without either gives DIED. With NCCL in `backend`, each rank has a device of its own.
     """
+    context = _SPAWNED if "nccl" in backend else _FORKED
     with tempfile.TemporaryDirectory() as folder:
         ends, processes = [], []
         for rank in range(num_ranks):
-            receive, send = _CONTEXT.Pipe(duplex=False)
+            receive, send = context.Pipe(duplex=False)
             arguments = (send, f"{folder}/store", rank, num_ranks, timeout, backend, function, args)
-            processes.append(_CONTEXT.Process(target=_run, args=arguments))
+            processes.append(context.Process(target=_run, args=arguments))
             processes[-1].start()
             send.close()
             ends.append(receive)
@@ -41,7 +46,7 @@ def _receive(end: Connection) -> Any:
     try:
         return end.recv()
     except EOFError:
-        return None
+        return DIED
 
 
 def _run(
