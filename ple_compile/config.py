@@ -37,6 +37,8 @@ class Config:
         the context of packed requests holds no placeholder; a wrong value is named in a ValueError. Waits for the
         device at each check.
     strict: raise when a pass that applies to a graph declined, instead of leaving that part to Inductor.
+    indexer: let `ple_compile.compile` replace the loop over queries in transformers' QSA indexer by tensor operations
+        that select the same tokens (`ple_compile.whole_graph.indexer` says when). The backend alone does not read it.
     whole_graph: let `ple_compile.compile` put forwards that one graph can hold on transformers' Qwen4Exp and compile
         the whole text model, rather than each PLE layer by itself. In bf16 the rest of the model then rounds as
         Inductor does, so tokens may differ from eager's. The backend alone does not read it.
@@ -60,6 +62,7 @@ class Config:
     mode: str = "default"
     debug: bool = False
     strict: bool = False
+    indexer: bool = True
     whole_graph: bool = False
     inductor: dict[str, Any] = field(default_factory=dict)
 

@@ -149,7 +149,7 @@ class Report:
                 )
                 lines.append(f"  {event.pass_name:<18} {event.status}{reason}{at}")
         if self.replaced:
-            lines.append(f"\nfor one graph, forwards were replaced on: {', '.join(self.replaced)}")
+            lines.append(f"\nforwards replaced on: {', '.join(self.replaced)}")
         breaks = list(dict.fromkeys(graph.graph_break for _, graph in self.graphs if graph.graph_break))
         if breaks:
             lines.append("\ngraph breaks")

@@ -29,7 +29,7 @@ _compiled_models: "weakref.WeakKeyDictionary[nn.Module, _Undo]" = weakref.WeakKe
 class _Undo:
     config: Config
     attributes: list[tuple[nn.Module, str, Any, Any]]  # module, name, our value, the instance's own value before
-    whole_graph: whole_graph.Undo | None
+    replaced: whole_graph.Undo | None  # forwards of transformers' classes
 
     def set(self, module: nn.Module, name: str, value: Any) -> None:
         self.attributes.append((module, name, value, vars(module).get(name)))
@@ -48,11 +48,13 @@ def compile(model: nn.Module, **config: Any) -> nn.Module:
     The compiled regions are the PLE layers themselves, with dynamic shapes: their graphs do not depend on what else
     breaks a graph. With `whole_graph=True` transformers' Qwen4Exp is compiled as one graph for prefill, one for decode
     and one for a chunk on a filled cache: what keeps its class from being captured is replaced on this model's modules
-    (see `ple_compile.whole_graph`), unless its source is not a known one, which is logged. Either way each execution of
-    a PLE layer is a compiled one whatever prompt lengths arrive. `generate()` of transformers runs through the regions;
-    where it compiles its decode step by itself (static cache on CUDA), that compilation uses this backend too. While
-    gradients are recorded for a region's parameters it runs as plain PyTorch, with one warning. To pickle the whole
-    model, `restore` it first; `state_dict` and `save_pretrained` work as before.
+    (see `ple_compile.whole_graph`), unless its source is not a known one, which is logged. Without it the loop over
+    queries in that class's QSA indexer is replaced alone (`Config.indexer`): the same tokens are selected, and all else
+    computes as before. Either way each execution of a PLE layer is a compiled one whatever prompt lengths arrive.
+    `generate()` of transformers runs through the regions; where it compiles its decode step by itself (static cache on
+    CUDA), that compilation uses this backend too. While gradients are recorded for a region's parameters it runs as
+    plain PyTorch, with one warning. To pickle the whole model, `restore` it first; `state_dict` and `save_pretrained`
+    work as before.
 
     Keyword arguments are the fields of `ple_compile.Config`. Calling it again replaces the earlier configuration.
     While a model is compiled, Dynamo's `recompile_limit` is at least 64. A layer whose weights accelerate moves in
@@ -72,9 +74,9 @@ def compile(model: nn.Module, **config: Any) -> nn.Module:
     check_scales(model)
     if settings.strict:
         _refuse_hooks(layers)
-    applied = _apply_whole_graph(model, settings)
-    regions = _regions(model, layers, applied is not None)
-    undo = _Undo(settings, [], applied)
+    replaced, whole = _replace_forwards(model, settings)
+    regions = _regions(model, layers, whole)
+    undo = _Undo(settings, [], replaced)
     for name, region in regions.items():
         if _pass_by_hooks(name, region, undo):
             undo.set(region, "_compiled_call_impl", _compiled_call(region, name, settings))
@@ -98,8 +100,8 @@ def restore(model: nn.Module) -> nn.Module:
         else:  # somebody has put another one in its place since: what they put back must not be ours
             for later in _compiled_models.values():
                 later.forget(module, name, ours, before)
-    if undo.whole_graph is not None:
-        undo.whole_graph()
+    if undo.replaced is not None:
+        undo.replaced()
     for attribute in ("_compiled_call", "_last_compile_config"):  # what transformers compiled for us
         vars(model).pop(attribute, None)
     if not _compiled_models:
@@ -132,17 +134,22 @@ def _at_work(name: str) -> str:
     )
 
 
-def _apply_whole_graph(model: nn.Module, config: Config) -> whole_graph.Undo | None:
-    """Make transformers' text model capturable as one graph; None where it is not there or not wanted."""
-    if not config.whole_graph or not whole_graph.text_models(model):
-        return None
-    try:
-        return whole_graph.apply(model)
-    except ValueError as reason:
-        if config.strict:
-            raise
-        log.warning("ple_compile.compile: each PLE layer is compiled by itself, not the whole model: %s", reason)
-        return None
+def _replace_forwards(model: nn.Module, config: Config) -> tuple[whole_graph.Undo | None, bool]:
+    """What was replaced on transformers' classes, and whether the text models are now capturable as one graph."""
+    texts = whole_graph.text_models(model)
+    if texts and config.whole_graph:
+        try:
+            return whole_graph.apply(model), True
+        except ValueError as reason:
+            if config.strict:
+                raise
+            log.warning("ple_compile.compile: each PLE layer is compiled by itself, not the whole model: %s", reason)
+    elif config.indexer and whole_graph.has_indexer(texts):
+        try:
+            return whole_graph.apply_indexer(model), False
+        except ValueError as reason:
+            log.warning("ple_compile.compile: the QSA indexer keeps its loop over queries: %s", reason)
+    return None, False
 
 
 def _regions(model: nn.Module, layers: dict[str, nn.Module], whole: bool) -> dict[str, nn.Module]:
@@ -156,9 +163,9 @@ def _regions(model: nn.Module, layers: dict[str, nn.Module], whole: bool) -> dic
 
 
 def changes_of(model: nn.Module) -> list[str]:
-    """The classes whose forward was replaced so that one graph holds the model."""
+    """The classes whose forward was replaced."""
     undo = _compiled_models.get(model)
-    return list(undo.whole_graph.changes) if undo is not None and undo.whole_graph is not None else []
+    return list(undo.replaced.changes) if undo is not None and undo.replaced is not None else []
 
 
 def config_of(model: nn.Module) -> Config | None:

@@ -82,7 +82,8 @@ def test_restore_undoes_everything(no_codegen: None, whole_graph: bool) -> None:
     limit = torch._dynamo.config.recompile_limit
     before = {name: dict(vars(module)) for name, module in model.named_modules()}
     ple_compile.compile(model, whole_graph=whole_graph)
-    assert ("forward" in vars(model.model)) == whole_graph
+    assert "forward" in vars(model.model)
+    assert ("forward" in vars(model.model.layers[0].linear_attn)) == whole_graph
     # The whole model's patched methods leave their marks when they run, compiled (which takes long) or not.
     with torch.no_grad(), torch.compiler.set_stance("force_eager" if whole_graph else "default"):
         model(prompt(5), use_cache=False)
@@ -130,6 +131,20 @@ def test_a_model_of_unknown_source_is_compiled_by_layers(
     assert model.model._compiled_call_impl is None
     with pytest.raises(ValueError):
         ple_compile.compile(model, strict=True, whole_graph=True)
+
+
+def test_the_indexer_is_replaced_by_default(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = shallow_model()
+    indexer = model.model.layers[-1].self_attn.indexer
+    for options, replaced in (({}, True), ({"indexer": False}, False), ({"whole_graph": True}, True)):
+        ple_compile.compile(model, **options)
+        assert ("forward" in vars(indexer)) == ("forward" in vars(model.model)) == replaced
+    ple_compile.restore(model)
+    assert "forward" not in vars(indexer) and caplog.text == ""
+    monkeypatch.setattr(ple_compile.whole_graph.sources, "KNOWN", {})
+    ple_compile.compile(model, strict=True)
+    assert "the QSA indexer keeps its loop over queries" in caplog.text and "forward" not in vars(indexer)
+    assert model.model.layers[0].ple._compiled_call_impl is not None
 
 
 def test_gradients_run_as_plain_pytorch(no_codegen: None, caplog: pytest.LogCaptureFixture) -> None:

@@ -47,7 +47,12 @@ def render(report: "Report") -> str:
                 for number, layer in enumerate(names)
             ),
             _list_section("graph-breaks", "Graph breaks", "", _breaks(report)),
-            _list_section("replaced", "Replaced forwards", "So that one graph holds the model:", report.replaced),
+            _list_section(
+                "replaced",
+                "Replaced forwards",
+                "By forwards that a graph can hold:",
+                report.replaced,
+            ),
             _METHOD,
         ]
     )

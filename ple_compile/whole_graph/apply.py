@@ -1,4 +1,5 @@
-"""Puts the whole-graph form on one model: new `forward`s on its own modules, never on a class or a module namespace.
+"""Puts the whole-graph form, or the indexer's part of it, on one model: new `forward`s on its own modules, never on a
+class or a module namespace.
 
 What stops Dynamo in transformers' class, and what happens to it here:
 - `Qwen4ExpTextQSAIndexer.forward`: a loop over queries with `nonzero` -> `indexer`;
@@ -25,6 +26,9 @@ from ple_compile.whole_graph import sources
 from ple_compile.whole_graph.cache import make_keys_contiguous, position_holder, prepare_cache, static_positions
 from ple_compile.whole_graph.delta_rule import make_chunk_rule
 from ple_compile.whole_graph.indexer import Layout, make_forward
+
+_TEXT, _INDEXER = "Qwen4ExpTextModel", "Qwen4ExpTextQSAIndexer"
+_DELTA, _EXPERTS = "Qwen4ExpTextGatedDeltaNet", "Qwen4ExpTextExperts"
 
 
 @dataclass
@@ -59,34 +63,70 @@ def _rebind(function: Any, names: dict[str, Any]) -> FunctionType:
     return rebound
 
 
-def _make_text_forward(layout: Layout, original: Callable[..., Any], cache_name: str) -> Callable[..., Any]:
-    """`Qwen4ExpTextModel.forward` with its cache prepared, its positions contiguous and its mask described."""
+def _named(original: Callable[..., Any], cache_name: str) -> Callable[..., dict[str, Any]]:
+    """What turns the text model's arguments into keywords, the cache by the name that `original` has for it."""
     names = list(inspect.signature(original).parameters)[1:]
 
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def named(*args: Any, **kwargs: Any) -> dict[str, Any]:
         kwargs = {**dict(zip(names, args)), **kwargs}
         # The name that 5.24 deprecates.
         if cache_name not in kwargs and "past_key_values" in kwargs:
             kwargs[cache_name] = kwargs.pop("past_key_values")
-        tokens = kwargs.get("input_ids") if kwargs.get("input_ids") is not None else kwargs.get("inputs_embeds")
+        return kwargs
+
+    return named
+
+
+def _tokens(kwargs: dict[str, Any]) -> Any:
+    return kwargs.get("input_ids") if kwargs.get("input_ids") is not None else kwargs.get("inputs_embeds")
+
+
+def _makes_a_cache(self: Any, kwargs: dict[str, Any]) -> bool:
+    use_cache = kwargs["use_cache"] if kwargs.get("use_cache") is not None else self.config.use_cache
+    return bool(use_cache) and not self.training
+
+
+def _describe(layout: Layout, kwargs: dict[str, Any], cached: bool) -> None:
+    mask = kwargs.get("attention_mask")
+    if isinstance(mask, dict) or (mask is not None and mask.ndim == 4):
+        layout.name = "any"
+    elif mask is None and not cached and kwargs.get("position_ids") is not None:
+        # Positions may restart: transformers then keeps packed sequences apart.
+        layout.name = "interval"
+    else:
+        layout.name = "prefix"
+    layout.single_query = _tokens(kwargs).shape[1] == 1
+
+
+def _make_describing_forward(layout: Layout, original: Callable[..., Any], cache_name: str) -> Callable[..., Any]:
+    """`Qwen4ExpTextModel.forward` with its mask described, and nothing else."""
+    named = _named(original, cache_name)
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        kwargs = named(*args, **kwargs)
+        if _tokens(kwargs) is not None:
+            _describe(layout, kwargs, kwargs.get(cache_name) is not None or _makes_a_cache(self, kwargs))
+        return original(self, **kwargs)
+
+    return forward
+
+
+def _make_text_forward(layout: Layout, original: Callable[..., Any], cache_name: str) -> Callable[..., Any]:
+    """`Qwen4ExpTextModel.forward` with its cache prepared, its positions contiguous and its mask described."""
+    named = _named(original, cache_name)
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        kwargs = named(*args, **kwargs)
+        tokens = _tokens(kwargs)
         if tokens is None:
             return original(self, **kwargs)
         batch_size, num_queries = tokens.shape[:2]
-        use_cache = kwargs["use_cache"] if kwargs.get("use_cache") is not None else self.config.use_cache
         cache = kwargs.get(cache_name)
-        if cache is None and use_cache and not self.training:
+        if cache is None and _makes_a_cache(self, kwargs):
             cache = kwargs[cache_name] = DynamicCache(config=self.config)
+        _describe(layout, kwargs, cache is not None)
 
-        mask, position_ids = kwargs.get("attention_mask"), kwargs.get("position_ids")
-        if isinstance(mask, dict) or (mask is not None and mask.ndim == 4):
-            layout.name = "any"
-        elif mask is None and cache is None and position_ids is not None:
-            # Positions may restart: transformers then keeps packed sequences apart.
-            layout.name = "interval"
-        else:
-            layout.name = "prefix"
-        layout.single_query = num_queries == 1
-
+        position_ids = kwargs.get("position_ids")
         if position_ids is None:
             past = cache.get_seq_length() if cache is not None else 0
             position_ids = torch.arange(num_queries, device=tokens.device) + past
@@ -160,8 +200,13 @@ def text_models(model: nn.Module) -> list[nn.Module]:
     return [
         module
         for module in model.modules()
-        if type(module).__name__ == "Qwen4ExpTextModel" and type(module).__module__.startswith("transformers.")
+        if type(module).__name__ == _TEXT and type(module).__module__.startswith("transformers.")
     ]
+
+
+def has_indexer(texts: list[nn.Module]) -> bool:
+    """Whether a layer of these text models selects tokens with a QSA indexer."""
+    return any(type(module).__name__ == _INDEXER for text in texts for module in text.modules())
 
 
 def apply(model: nn.Module) -> Undo:
@@ -170,6 +215,44 @@ def apply(model: nn.Module) -> Undo:
     Raises a ValueError when there is no such text model in it, when transformers' source is not a known one, or when
     a module to be changed already has a `forward` of its own (accelerate's hooks, an earlier `apply`).
     """
+    from transformers.models.qwen4_exp import modeling_qwen4_exp as modeling
+
+    def replacements(layout: Layout, additive: bool, cache_name: str) -> dict[str, Callable[..., Any]]:
+        changed = {
+            _TEXT: _make_text_forward(layout, modeling.Qwen4ExpTextModel.forward, cache_name),
+            _INDEXER: make_forward(layout, additive),
+            _EXPERTS: _make_experts_forward(layout, modeling.Qwen4ExpTextExperts.forward),
+        }
+        if _uses_torch_rule(modeling):
+            rule = make_chunk_rule(modeling.torch_chunk_gated_delta_rule)
+            changed[_DELTA] = _rebind(
+                modeling.Qwen4ExpTextGatedDeltaNet.forward, {"torch_chunk_gated_delta_rule": rule}
+            )
+        return changed
+
+    undo = _replace_forwards(model, replacements)
+    for text_model in text_models(model):
+        _install_capture_hooks(text_model, undo)
+    return undo
+
+
+def apply_indexer(model: nn.Module) -> Undo:
+    """Replaces the indexers' loop alone: the same tokens are selected, and everything else computes as it did.
+
+    Raises as `apply` does.
+    """
+    from transformers.models.qwen4_exp import modeling_qwen4_exp as modeling
+
+    def replacements(layout: Layout, additive: bool, cache_name: str) -> dict[str, Callable[..., Any]]:
+        text = _make_describing_forward(layout, modeling.Qwen4ExpTextModel.forward, cache_name)
+        return {_TEXT: text, _INDEXER: make_forward(layout, additive)}
+
+    return _replace_forwards(model, replacements)
+
+
+def _replace_forwards(
+    model: nn.Module, replacements: Callable[[Layout, bool, str], dict[str, Callable[..., Any]]]
+) -> Undo:
     found = text_models(model)
     if not found:
         raise ValueError(f"{type(model).__name__} holds no transformers Qwen4ExpTextModel; nothing to apply to")
@@ -178,27 +261,16 @@ def apply(model: nn.Module) -> Undo:
     from transformers.models.qwen4_exp import modeling_qwen4_exp as modeling
 
     release = sources.check(modeling, cache_utils, transformers.__version__)
-    kinds = ("Qwen4ExpTextModel", "Qwen4ExpTextQSAIndexer", "Qwen4ExpTextGatedDeltaNet", "Qwen4ExpTextExperts")
-    text_forward, index_forward, delta_forward, experts_forward = (getattr(modeling, name).forward for name in kinds)
-    cache_name = "cache" if "cache" in inspect.signature(text_forward).parameters else "past_key_values"
+    parameters = inspect.signature(modeling.Qwen4ExpTextModel.forward).parameters
     undo = Undo()
     for text_model in found:
+        changed = replacements(Layout(), release == "5.17.0", "cache" if "cache" in parameters else "past_key_values")
         for name, module in text_model.named_modules():
-            if type(module).__name__ in kinds and "forward" in vars(module):
+            if type(module).__name__ in changed and "forward" in vars(module):
                 undo()
                 raise ValueError(f"{name or 'the text model'} already has a forward of its own; undo that first")
-        layout = Layout()
-        replacements = {
-            kinds[0]: _make_text_forward(layout, text_forward, cache_name),
-            kinds[1]: make_forward(layout, additive=release == "5.17.0"),
-            kinds[3]: _make_experts_forward(layout, experts_forward),
-        }
-        if _uses_torch_rule(modeling):
-            rule = make_chunk_rule(modeling.torch_chunk_gated_delta_rule)
-            replacements[kinds[2]] = _rebind(delta_forward, {"torch_chunk_gated_delta_rule": rule})
         for module in text_model.modules():
-            if (forward := replacements.get(type(module).__name__)) is not None:
+            if (forward := changed.get(type(module).__name__)) is not None:
                 undo._replace(module, forward)
-        _install_capture_hooks(text_model, undo)
-        undo.changes += sorted(replacements)
+        undo.changes += sorted(changed)
     return undo

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from ple_compile.whole_graph import apply, prepare_cache, sources
+from ple_compile.whole_graph import apply, apply_indexer, prepare_cache, sources
 from tests.whole_graph.tiny_qwen4exp import CACHE, make_cache, make_model, modeling
 
 # Two layers, each kind once. Eight heads: with two, a quarter of all block scores is exactly zero, and the original
@@ -200,6 +200,33 @@ def test_packed_sequences_and_a_mask_with_holes():
     for settings in (dict(use_cache=False), packed, holes):
         actual, expected = (m(prompt, **settings).logits for m in (model, plain))
         torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_indexer_alone_changes_no_bit(dtype):
+    model, plain = (make_model(**SMALL).to(dtype) for _ in range(2))
+    undo = apply_indexer(model)
+    assert undo.changes == ["Qwen4ExpTextModel", "Qwen4ExpTextQSAIndexer"]
+    prompt, padding = draw_prompt(30), torch.ones(2, 30, dtype=torch.int64)
+    padding[0, :7] = 0
+    positions = torch.cat([torch.arange(n) for n in (7, 13, 10)]).expand(2, -1)
+    holes = torch.ones(30, 30, dtype=torch.bool).tril()
+    holes[20:, 3] = False
+    for settings in (
+        dict(use_cache=False),
+        dict(attention_mask=padding),
+        dict(position_ids=positions, use_cache=False),
+        dict(attention_mask=holes.expand(2, 1, -1, -1), use_cache=False),
+    ):
+        assert torch.equal(model(prompt, **settings).logits, plain(prompt, **settings).logits), settings
+    for kind in ("dynamic", "static"):
+        caches = [make_cache(kind, model.config) for _ in range(2)]
+        for tokens in (prompt, draw_prompt(1), draw_prompt(5)):
+            ours, theirs = (m(tokens, **{CACHE: cache}).logits for m, cache in zip((model, plain), caches))
+            assert torch.equal(ours, theirs), (kind, tokens.shape)
+    undo()
+    assert "forward" not in vars(model.model) and "forward" not in vars(model.model.layers[1].self_attn.indexer)
 
 
 @torch.no_grad()
