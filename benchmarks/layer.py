@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import peer
+import peer_chain
 import torch
 import torch.nn.functional as F
 import transformers
@@ -32,24 +33,20 @@ from transformers.models.qwen4_exp.modeling_qwen4_exp import Qwen4ExpTextPLELaye
 
 from ple_compile import offload_tables, stats
 from ple_compile.measuring.compare import check
-from ple_compile.measuring.layer import DILATION, EOS, EPS, HEADS, VOCABULARY, WIDTH, Sizes, WholeLayer
+from ple_compile.measuring.layer import EOS, HEADS, VOCABULARY, WIDTH, Sizes, WholeLayer
 from ple_compile.measuring.timing import environment, markdown, microseconds, wall_microseconds
 from ple_compile.ops import ngram_ids
 from ple_compile.tables.find import find_tables
 from ple_compile.upstream import counters
 
 TOKENS, MOST_REQUESTS = (1, 64, 8192), 64
-STOCK: dict[str, Any] = {"backend": "inductor"}
-OURS: dict[str, Any] = {"backend": "ple", "options": {"strict": True}}
 WAYS: dict[str, dict[str, Any] | None] = {
     "eager": None,
-    "inductor": STOCK,
-    "inductor, reduce-overhead": STOCK | {"mode": "reduce-overhead"},
-    "ours": OURS,
-    "ours, reduce-overhead": OURS | {"options": {"strict": True, "mode": "reduce-overhead"}},
+    "inductor": {"backend": "inductor"},
+    "inductor, reduce-overhead": {"backend": "inductor", "mode": "reduce-overhead"},
+    "ours": {"backend": "ple", "options": {"strict": True}},
+    "ours, reduce-overhead": {"backend": "ple", "options": {"strict": True, "mode": "reduce-overhead"}},
 }
-
-Step = Callable[..., Tensor]
 
 
 def attempt(cell: str, measure: Callable[[], Any]) -> Any:
@@ -57,16 +54,17 @@ def attempt(cell: str, measure: Callable[[], Any]) -> Any:
     try:
         return measure()
     except Exception as error:
-        print(f"{cell}: {type(error).__name__}: {str(error).strip().splitlines()[:1]}", file=sys.stderr, flush=True)
+        print(f"{cell}: {type(error).__name__}: {str(error).strip().partition('\n')[0]}", file=sys.stderr, flush=True)
         return None
 
 
-def compiled(call: Any, settings: dict[str, Any] | None) -> Any:
+def compiled(call: Any, way: str) -> Any:
     torch._dynamo.reset()
+    settings = WAYS[way]
     return call if settings is None else torch.compile(call, dynamic=False, fullgraph=True, **settings)
 
 
-def check_fused(call: Step, inputs: tuple) -> Tensor:
+def check_fused(call: Callable[..., Tensor], inputs: tuple) -> Tensor:
     before = stats()["ple_executions"]
     result = call(*inputs)
     if stats()["ple_executions"] == before:
@@ -100,32 +98,6 @@ def draw(sizes: Sizes, batch: int, tokens: int, state: bool) -> list[tuple[Tenso
     return sets
 
 
-def peer_chain(model: Chain, folder: str, pdl: bool, sets: list[tuple[Tensor, ...]]) -> Callable[[int], Tensor]:
-    """vLLM's kernels on the i-th set, whose tokens and states they keep in their own form."""
-    kernels, behind, rows, device = peer.load(folder, pdl), model.behind, model.rows, sets[0][0].device
-    norms = {"norm_key": behind.norm_key, "norm_query": behind.norm_query, "norm_conv": behind.norm_conv}
-    theirs = peer.Layer(kernels, {**norms, "conv": behind.conv[:, 0]}, EPS, DILATION)
-    hashes = (rows.multipliers, rows.head_sizes, rows.offsets)
-    table, merged = rows.table.weight, torch.cat([model.key_proj.weight, model.value_proj.weight])
-    channels, decoding, count = sets[0][0].shape[-1], len(sets[0]) == 4, sets[0][1].numel()
-    # One sequence, or one token for each of `count` requests, whose slots are 1 to count.
-    bounds = torch.tensor(range(count + 1) if decoding else [0, count], dtype=torch.int32, device=device)
-    start = torch.full((1, 2), EOS, dtype=torch.int32, device=device)
-    tokens = [s[1].view(-1).int() for s in sets]
-    contexts = [s[2].int() if decoding else start for s in sets]
-    pool = behind.sizes.random(2, channels, (behind.sizes.kernel - 1) * DILATION)
-    pools = [torch.cat([torch.zeros_like(s[3][:1]), s[3]]) if decoding else pool for s in sets]
-    slots = bounds[1:].contiguous()
-
-    def step(i: int) -> Tensor:
-        ids = kernels.ple_ngram_ids(tokens[i], bounds, contexts[i], *hashes, EOS, HEADS // 2)
-        kv = F.linear(table.index_select(0, ids.view(-1)).view(count, -1), merged)
-        tensors = kv[:, :channels], kv[:, channels:], sets[i][0].view(count, channels), pools[i]
-        return theirs.decode(*tensors, slots) if decoding else theirs.prefill(*tensors, bounds)
-
-    return step
-
-
 def measure_chain(model: Chain, batch: int, tokens: int, state: bool, folder: str | None) -> dict[str, Any]:
     sizes = model.behind.sizes
     sets, device = draw(sizes, batch, tokens, state), torch.device(sizes.device)
@@ -133,12 +105,12 @@ def measure_chain(model: Chain, batch: int, tokens: int, state: bool, folder: st
     name = f"chain, {batch} x {tokens} tokens"
 
     def theirs(pdl: bool) -> float:
-        step = peer_chain(model, folder or "", pdl, sets)
+        step = peer_chain.step(model, folder or "", pdl, sets)
         check("vllm", step(0).view(expected.shape), expected)
         return microseconds(step, len(sets), device)
 
     def ours() -> float:
-        call = compiled(model, OURS)
+        call = compiled(model, "ours")
         check("ours", check_fused(call, tuple(t.clone() for t in sets[0])), expected)
         return microseconds(lambda i: call(*sets[i]), len(sets), device)
 
@@ -183,7 +155,7 @@ def released_layer(sizes: Sizes) -> Any:
 def ready(layer: Any, way: str, sets: list[tuple[Tensor, Tensor]]) -> Callable[[int], None]:
     """A call on the i-th set and the wait for it, once the way has given what eager gives."""
     skips = counters["inductor"]["cudagraph_skips"]
-    call, on_gpu = compiled(layer.forward, WAYS[way]), sets[0][0].is_cuda
+    call, on_gpu = compiled(layer.forward, way), sets[0][0].is_cuda
     first = (*sets[0], None)
     check(way, check_fused(call, first) if "ours" in way else call(*first), layer(*first))
     if on_gpu and counters["inductor"]["cudagraph_skips"] > skips:
@@ -270,7 +242,7 @@ def main() -> None:
             tables["launches"] = measure_layer(sizes, options.tokens, ways, launches)
             store()
     for title, rows in tables.items():
-        print(f"\n### {title}\n\n{markdown(rows)}")
+        print(f"\n### {title}\n\n{markdown(rows)}" if rows else "")
 
 
 if __name__ == "__main__":
