@@ -54,7 +54,8 @@ def attempt(cell: str, measure: Callable[[], Any]) -> Any:
     try:
         return measure()
     except Exception as error:
-        print(f"{cell}: {type(error).__name__}: {str(error).strip().partition('\n')[0]}", file=sys.stderr, flush=True)
+        reason = str(error).strip().partition("\n")[0]
+        print(f"{cell}: {type(error).__name__}: {reason}", file=sys.stderr, flush=True)
         return None
 
 
