@@ -27,6 +27,7 @@ GPU_MARK = '<!--- skip: next if(no_gpu, reason="needs a GPU") --->'
 # Measurements that the text names, and how the GPU tests run each: small, into a folder of their own.
 GPU_COMMANDS = {
     "python benchmarks/kernels.py --peer DIR": "benchmarks/kernels.py --out OUT/kernels.json",
+    "python benchmarks/layer.py --peer DIR": "benchmarks/layer.py --rows 100000 --tokens 1 --out OUT/layer.json",
     "python benchmarks/host_table.py": "benchmarks/host_table.py --rows 1000000 --cache-percent 1 --out OUT/host.json",
     "torchrun --nproc-per-node 2 -m benchmarks.etp": (
         "-m torch.distributed.run --standalone --nproc-per-node 2 -m benchmarks.etp --rows 100001 --tokens 64"
