@@ -4,7 +4,8 @@ A model whose table did not fit on the GPU moves ids to the host, gathers there 
 
     rows = F.embedding(ids.to("cpu"), table).to("cuda")          becomes          rows = ple.lookup(table, ids)
 
-What was computed from the rows on the host, as a quantised table is scaled there, is then computed on the GPU.
+What was computed from the rows on the host, as a quantised table is scaled there, is then computed on the GPU. A shard
+of a table that is split over ranks is read from the GPU likewise; its `ple.sharded_lookup` stays.
 
 This happens on the Dynamo graph, before autograd: the table's place among the inputs is then taken by a CUDA view of
 the same page-locked memory, so nothing of the compiled graph lies on the CPU and CUDA graphs can hold it. The view is
@@ -24,6 +25,7 @@ from ple_compile import upstream
 from ple_compile.config import Config
 from ple_compile.ops.checked_ids import checked_ids
 from ple_compile.ops.lookup import lookup
+from ple_compile.ops.sharded_lookup import sharded_lookup
 from ple_compile.tables import pinning
 
 log = logging.getLogger("ple_compile")
@@ -104,15 +106,22 @@ def _host_lookups(node: Any, table: Any) -> list[tuple[Any, Any]]:
         return []
     gpu, found = pinning.current_device().type, []
     for user in node.users:
-        if user.target is not torch.nn.functional.embedding or user.args[1:2] != (node,):
+        if _is_sharded(user) and user.args[0] is node:
+            ids = _before_moving(user.args[1])
+        elif user.target is torch.nn.functional.embedding and user.args[1:2] == (node,):
+            if _max_norm(user) is not None:  # writes to the table
+                return []
+            ids = _before_moving(user.args[0])
+        else:
             return []
-        if _max_norm(user) is not None:  # writes to the table
-            return []
-        ids = _before_moving(user.args[0])
         if _traced(ids).device.type != gpu:
             return []
         found.append((user, ids))
     return found
+
+
+def _is_sharded(node: Any) -> bool:
+    return node.target in (sharded_lookup, sharded_lookup.overloadpacket)
 
 
 def _before_moving(node: Any) -> Any:
@@ -191,12 +200,19 @@ def _compute_on_device(part: set[Any]) -> None:
 
 
 def _look_up_on_device(embedding: Any, table: Any, ids: Any, debug: bool) -> None:
-    graph, moved = embedding.graph, embedding.args[0]
+    graph, made = embedding.graph, []
     with graph.inserting_before(embedding):
-        known = graph.call_function(checked_ids, (table, ids)) if debug else ids
-        rows = graph.call_function(lookup, (table, known))
-    for made in (rows, known) if debug else (rows,):
-        made.meta.update({k: v for k, v in embedding.meta.items() if k != "example_value"})
+        if _is_sharded(embedding):
+            moved = embedding.args[1]
+            made.append(graph.call_function(sharded_lookup, (table, ids, *embedding.args[2:]), embedding.kwargs))
+        else:
+            moved, known = embedding.args[0], ids
+            if debug:
+                made.append(known := graph.call_function(checked_ids, (table, ids)))
+            made.append(graph.call_function(lookup, (table, known)))
+    for node in made:
+        node.meta.update({k: v for k, v in embedding.meta.items() if k != "example_value"})
+    rows = made[-1]
     embedding.replace_all_uses_with(rows)
     graph.erase_node(embedding)
     if moved is ids:

@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from ple_compile import host_tables
 from ple_compile.config import Config
 from ple_compile.ops.lookup import lookup
+from ple_compile.ops.sharded_lookup import sharded_lookup
 from ple_compile.tables import pinning
 from ple_compile.tables.formats import FORMATS
 
@@ -74,6 +75,20 @@ def test_rows_that_move_to_the_gpu(ids: Tensor) -> None:
     count, on_host, targets = taken(lambda t, i: F.embedding(i.cpu(), t).to(i.device) * 2, on("cpu", 1000, 32), ids)
     assert count == 1 and not on_host
     assert lookup in targets and "cpu" not in targets
+
+
+@pytest.mark.parametrize("moved", [True, False], ids=["ids moved", "ids as they are"])
+def test_a_shard_on_the_host(moved: bool, ids: Tensor) -> None:
+    """As `ShardedLookup.forward` calls it, with transformers' way around the GPU or without."""
+
+    def call(shard: Tensor, ids: Tensor) -> Tensor:
+        given = ids.to(shard.device) if moved else ids
+        layout = (1999, 0, 2, 1, "table", "0", "", "0", True)
+        return torch.ops.ple.sharded_lookup(shard, given, None, *layout).to(ids.device) * 2
+
+    count, on_host, targets = taken(call, on("cpu", 1000, 32), ids)
+    assert count == 1 and not on_host
+    assert sharded_lookup in targets and lookup not in targets
 
 
 @pytest.mark.parametrize("format", FORMATS)

@@ -135,13 +135,13 @@ def test_more_tokens_than_the_limit_is_an_error_on_all_ranks():
     assert "ValueError" in crowded and "Config.etp_max_tokens" in crowded
 
 
-def through_the_backend(rank, mode):
-    """backend="ple" as a user has it; `auto` picks the peer lowering here."""
+def through_the_backend(rank, mode, host):
+    """backend="ple" as a user has it; `auto` picks the peer lowering for shards on the device."""
     import ple_compile  # noqa: F401
     from ple_compile import upstream
 
     mesh = init_device_mesh("cuda", (2,), mesh_dim_names=("tp",))
-    _, table, module = make(mesh, "tp", "eager")
+    _, table, module = make(mesh, "tp", "eager", host=host)
     call = torch.compile(lambda ids: module(ids).float() * 2, backend="ple", options={"mode": mode, "strict": True})
     generator = torch.Generator().manual_seed(1)
     ids = draw(64, generator)
@@ -155,9 +155,10 @@ def through_the_backend(rank, mode):
 
 
 @gpus(2)
+@pytest.mark.parametrize("host", [False, True], ids=["device", "host"])
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
-def test_through_the_backend(mode):
-    assert run(2, through_the_backend, mode) == [None] * 2
+def test_through_the_backend(mode, host):
+    assert run(2, through_the_backend, mode, host) == [None] * 2
 
 
 def on_the_host(rank, num_ranks):
