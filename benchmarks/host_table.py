@@ -6,8 +6,9 @@
 Needs a CUDA device, host memory for the table (`--rows`, 320 bytes each) and room for a copy of it on the GPU (the
 "table on GPU" column is left out when it does not fit). Times are medians of wall time between two synchronisations.
 
-The layer table runs a step of two layers, compiled: products that take about as long as the lookup, then the lookup of
-real text and its use. "lookup hidden" is the share of the lookup's time that prefetching takes away:
+The layer table runs a step of two layers, compiled: products of the released width that take about as long as the
+lookup, then the lookup of real text and its use; five steps between two synchronisations, so that the host runs ahead
+as it does in a model. "lookup hidden" is the share of the lookup's time that prefetching takes away:
 (host - prefetched) / (host - layer alone).
 """
 
@@ -31,7 +32,7 @@ from ple_compile.ops.ngram_ids import ngram_ids
 from ple_compile.tables import hot_rows
 from ple_compile.tables.offload import offload_tables
 
-WIDTH, HEADS, TOKENS, MODES = 160, 16, (1, 64, 8192), ("default", "reduce-overhead")
+HIDDEN, WIDTH, HEADS, TOKENS, MODES = 2560, 160, 16, (1, 64, 8192), ("default", "reduce-overhead")
 # Enough that no lookup of a measurement repeats an earlier one.
 NUM_BATCHES = 48
 MULTIPLIERS = (23703573157769, 9876543210987, 1357913579135)
@@ -66,17 +67,18 @@ def check(rows: Tensor, ids: Tensor) -> None:
         raise AssertionError("a lookup returned other rows than those asked for")
 
 
-def measure(step: Callable[[int], object], repeats: int = 30) -> float:
-    """Median microseconds of `step(i)`."""
+def measure(step: Callable[[int], object], together: int = 1) -> float:
+    """Median microseconds of `step(i)`, so many of them between two synchronisations."""
     for i in range(5):
         step(i)
     times = []
-    for i in range(5, 5 + repeats):
+    for first in range(5, 40, together):
         torch.cuda.synchronize()
         start = time.perf_counter()
-        step(i)
+        for i in range(first, first + together):
+            step(i)
         torch.cuda.synchronize()
-        times.append(time.perf_counter() - start)
+        times.append((time.perf_counter() - start) / together)
     return statistics.median(times) * 1e6
 
 
@@ -128,20 +130,22 @@ def measure_neighbour(model: NGrams) -> dict:
 
 
 class Work(nn.Module):
-    """Products that take about as long as a lookup."""
+    """Products that take about as long as a lookup: hidden states of the released width, widened four times."""
 
     def __init__(self, microseconds: float):
         super().__init__()
-        for size in (4096, 2048, 1024, 512):
-            weight = torch.randn(size, size, device="cuda", dtype=torch.bfloat16) / size**0.5
-            one = measure_product(weight)
+        self.weight = nn.Parameter(torch.randn(HIDDEN, 4 * HIDDEN, device="cuda", dtype=torch.bfloat16) / HIDDEN**0.5)
+        self.requires_grad_(False)
+        for rows in (8192, 2048, 512, 128):
+            self.hidden = torch.randn(rows, HIDDEN, device="cuda", dtype=torch.bfloat16)
+            one = measure_product(self.hidden, self.weight)
             if one < microseconds:
                 break
-        self.weight, self.repeats = nn.Parameter(weight, requires_grad=False), max(1, round(microseconds / one))
+        self.repeats = max(1, round(microseconds / one))
 
     def forward(self, hidden: Tensor) -> Tensor:
         for _ in range(self.repeats):
-            hidden = hidden @ self.weight
+            hidden = (hidden @ self.weight)[:, :HIDDEN]
         return hidden
 
 
@@ -168,13 +172,13 @@ class Step(nn.Module):
         return self.layers[1](self.layers[0](hidden), tokens)
 
 
-def measure_product(weight: Tensor) -> float:
+def measure_product(hidden: Tensor, weight: Tensor) -> float:
     """Microseconds of one product on a device that is kept busy."""
     start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     for i in range(120):
         if i == 20:
             start.record()
-        weight @ weight
+        hidden @ weight
     stop.record()
     stop.synchronize()
     return start.elapsed_time(stop) * 10
@@ -186,7 +190,7 @@ def measure_layer(model: NGrams, gpu_table: nn.Embedding | None, text: Text, tok
     batches = list(text.measuring[: NUM_BATCHES * tokens].split(tokens))
     ids = [model.ids(batch) for batch in batches]
     work = Work(measure(lambda i: lookup(model.table.weight, ids[i])))
-    hidden = torch.randn_like(work.weight)
+    hidden = work.hidden
 
     def step_time(table: nn.Embedding | None, eager: bool = False, **options: Any) -> float:
         torch._dynamo.reset()
@@ -195,7 +199,7 @@ def measure_layer(model: NGrams, gpu_table: nn.Embedding | None, text: Text, tok
             step = torch.compile(step, backend="ple", fullgraph=True, dynamic=False, options={"mode": mode, **options})
         for i in range(3 if table is not None else 0):
             check(step(hidden, batches[i])[1].view(tokens, HEADS, WIDTH), ids[i])
-        return measure(lambda i: step(hidden, batches[i]))
+        return measure(lambda i: step(hidden, batches[i]), together=5)
 
     row: dict[str, Any] = {"tokens": tokens, "mode": mode, "layer alone": step_time(None)}
     if gpu_table is not None:
