@@ -46,11 +46,10 @@ def compile_graph(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], confi
     report = records.resolve(record, fuse)
     report.graph_break = graph_break
     records.publish(report)
-    reads = ReadCounter(report.reads, report.symbols)
+    reads, prefetched = ReadCounter(report.reads, report.symbols), report.counts().get("prefetch_lookup", 0)
 
     def run(*args: Any) -> Any:
-        rows, host_bytes = reads(args)
-        count_call(ple_executions=report.ple_layers, rows_looked_up=rows, host_table_bytes=host_bytes)
+        count_call(ple_executions=report.ple_layers, prefetched_lookups=prefetched, **reads(args))
         records.executed(report, args)
         return compiled(*(host_tables.views(tables, args) if tables else args))
 

@@ -78,8 +78,9 @@ class Report:
         `graph_break` (why it ended), `ple_layers` (complete ones, run fused), `events` (what each pass did where:
         `pass_name`, `status`, `layer`, `reason`, `node`, `source`), `symbols` (symbolic sizes, each with the `argument`
         that holds it and its `name`), `sizes` (their values in this call), `reads` (lookups in tables: `rows`, a number
-        or an expression in the symbols, `row_bytes`, and `over_bus`, whether they lie in host memory) and
-        `layer_graphs`.
+        or an expression in the symbols, `row_bytes`, `over_bus`, whether they lie in host memory, and `exchange`, null
+        or how ranks that share the table exchange rows: `num_ranks`, `num_copies`, `heads`, `lowering`, `max_tokens`)
+        and `layer_graphs`.
 
         layer_graphs: the PLE layers of a graph: `layer`, `path` (in the graph), `drawing` (an index), `names` of its
         nodes, `prefetches` (`start`, `wait`, the layers `starts_in` and `waits_in`, `launches` and `products` between),

@@ -24,7 +24,7 @@ from ple_compile.passes.merge_kv_proj import merge_kv_proj
 from ple_compile.passes.prefetch_lookup import prefetch_lookup
 from ple_compile.recorder import Recorder
 from ple_compile.report import GraphReport
-from ple_compile.table_reads import find_reads
+from ple_compile.table_reads import find_reads, lowered
 
 log = logging.getLogger("ple_compile")
 
@@ -94,7 +94,7 @@ def run(graph: Graph, config: Config, report: GraphReport, input_names: Sequence
         facts = {**vars(config), **settings}
         for function in PASSES:
             if function is LOWER[0]:  # afterwards a lookup no longer shows how many rows it is for
-                report.reads += find_reads(graph)
+                reads = find_reads(graph)
             name = function.__name__
             if not getattr(config, name):
                 continue
@@ -104,6 +104,7 @@ def run(graph: Graph, config: Config, report: GraphReport, input_names: Sequence
             upstream.GraphTransformObserver(graph.owning_module, name, "post_grad_passes").apply_graph_pass(apply)
             if not apply.called:
                 report.switched_off(name, "left out by Inductor's disabled_passes or by its bisector")
+        report.reads += lowered(reads, report.lowerings(), config.etp_max_tokens)
         report.layer_graphs += recorder.layers(report.events[seen:])
         report.symbols |= recorder.symbols()
     report.ple_layers = _complete_layers(report)

@@ -64,6 +64,10 @@ class GraphReport:
                 found[event.pass_name] = found.get(event.pass_name, 0) + 1
         return found
 
+    def lowerings(self) -> dict[str, str]:
+        """What each lookup in a sharded table was lowered to, by the name of its node."""
+        return {e.node: e.reason for e in self.events if (e.pass_name, e.status) == ("lower_lookup", MATCHED)}
+
     def declines(self) -> list[Event]:
         return [event for event in self.events if event.status == DECLINED]
 
@@ -86,5 +90,5 @@ class GraphReport:
             data["ple_layers"],
             layer_graphs=layer_graphs.from_dict(data),
             symbols={name: Symbol(**symbol) for name, symbol in data["symbols"].items()},
-            reads=[TableRead(**read) for read in data["reads"]],
+            reads=[TableRead.from_dict(read) for read in data["reads"]],
         )

@@ -39,8 +39,8 @@ def test_generated_code_calls_the_fused_ops(fresh_dynamo: None) -> None:
     ranges = {event.key for event in profile.key_averages()}
     assert ranges >= {"ple::ngram_ids", "ple::kv_proj", "ple::gate_conv_update_"}
     rows = 2 * case.batch * case.length * case.heads_per_ngram * (case.ngram_size - 1)
-    nothing_on_the_host = {"host_table_bytes": 0, "hot_row_hits": 0}
-    assert ple_compile.stats() == {"ple_executions": 2, "rows_looked_up": rows, **nothing_on_the_host}
+    counted = {name: count for name, count in ple_compile.stats().items() if count}
+    assert counted == {"ple_executions": 2, "rows_looked_up": rows}
 
 
 @torch.no_grad()

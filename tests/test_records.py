@@ -8,6 +8,7 @@ import pytest
 
 from ple_compile import records
 from ple_compile.report import MATCHED, Event, GraphReport
+from ple_compile.table_reads import Exchange, TableRead
 
 
 @pytest.mark.parametrize("fault", ["mkdir", "replace"])
@@ -29,7 +30,8 @@ def test_a_record_that_cannot_be_written_is_a_warning(
 
 
 def test_a_report_survives_the_record() -> None:
-    report = GraphReport([Event("fuse_gate", MATCHED, "layers.1.ple", node="mul")], 1)
+    reads = [TableRead("16*s0", 320, False, Exchange(4, 2, "s1", "peer", 64)), TableRead(7, 320, True)]
+    report = GraphReport([Event("fuse_gate", MATCHED, "layers.1.ple", node="mul")], 1, reads=reads)
     assert GraphReport.from_dict(json.loads(json.dumps(report.to_dict()))) == report
 
 

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ple_compile.ops import lookup
+from ple_compile.ops import _stalls, lookup
 from ple_compile.ops._library import define
 
 # `torch.Stream` rather than `torch.cuda.Stream`, whose Python layers cost several times as much host time.
@@ -44,7 +44,7 @@ class _Transfer:
 
     def join(self) -> Tensor:
         current = torch.accelerator.current_stream(self.rows.device)
-        current.wait_event(self.done)
+        _stalls.wait(current, self.done)
         self.joined = True
         if current == self.main:
             return self.rows
@@ -64,6 +64,7 @@ def start_on_cpu(table: Tensor, ids: Tensor) -> Tensor:
 
 def wait_on_cpu(flight: Tensor, table: Tensor, ids: Tensor) -> Tensor:
     rows = flight.__dict__.pop("rows", None)
+    _stalls.no_wait()
     return lookup.reference(table, ids) if rows is None else rows
 
 

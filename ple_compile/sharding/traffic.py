@@ -6,13 +6,23 @@ be spread evenly over the rows, as hashes are. Nodes hold `ranks_per_node` neigh
 NVLink; between two, over each rank's share of the network.
 """
 
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from ple_compile.sharding.topology import Layout
 
 ID_BYTES = 8
 # A lookup whose counts are read on the host must pay for its wait; this many times fewer bytes does, in "auto".
 HOST_READ_FACTOR = 4
+
+
+class Ranks(Protocol):
+    """What the bytes depend on: how many ranks share the table, and how many neighbours look up the same ids."""
+
+    @property
+    def num_ranks(self) -> int: ...
+
+    @property
+    def num_copies(self) -> int: ...
 
 
 class Step(NamedTuple):
@@ -33,10 +43,10 @@ class Step(NamedTuple):
         return self.received / neighbours  # a ring enters every node once
 
 
-def steps(lowering: str, layout: Layout, tokens: int, max_tokens: int, heads: int, row_bytes: int) -> list[Step]:
+def steps(lowering: str, shared_by: Ranks, tokens: int, max_tokens: int, heads: int, row_bytes: int) -> list[Step]:
     """The exchanges of one lookup of `tokens` tokens on every source, in order."""
-    ranks, sources, copies = layout.num_ranks, layout.num_sources, layout.num_copies
-    token_bytes, remote = heads * row_bytes, (ranks - 1) / ranks
+    ranks, copies = shared_by.num_ranks, shared_by.num_copies
+    sources, token_bytes, remote = ranks // copies, heads * row_bytes, (ranks - 1) / ranks
     if lowering == "peer":
         return [Step("reads", ranks, 1, remote * tokens * token_bytes)]
     found = []
@@ -61,8 +71,8 @@ def steps(lowering: str, layout: Layout, tokens: int, max_tokens: int, heads: in
     return found
 
 
-def received(lowering: str, layout: Layout, tokens: int, max_tokens: int, heads: int, row_bytes: int) -> float:
-    return sum(step.received for step in steps(lowering, layout, tokens, max_tokens, heads, row_bytes))
+def received(lowering: str, shared_by: Ranks, tokens: int, max_tokens: int, heads: int, row_bytes: int) -> float:
+    return sum(step.received for step in steps(lowering, shared_by, tokens, max_tokens, heads, row_bytes))
 
 
 def choose(layout: Layout, can_read_peers: bool, max_tokens: int, heads: int, row_bytes: int) -> str:

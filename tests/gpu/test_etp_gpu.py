@@ -137,7 +137,7 @@ def test_more_tokens_than_the_limit_is_an_error_on_all_ranks():
 
 def through_the_backend(rank, mode, host):
     """backend="ple" as a user has it; `auto` picks the peer lowering for shards on the device."""
-    import ple_compile  # noqa: F401
+    import ple_compile
     from ple_compile import upstream
 
     mesh = init_device_mesh("cuda", (2,), mesh_dim_names=("tp",))
@@ -151,6 +151,9 @@ def through_the_backend(rank, mode, host):
             rows = call(ids).clone()
             torch.testing.assert_close(rows, table[ids].float() * 2, rtol=0, atol=0, equal_nan=True)
     assert upstream.counters["ple_compile"]["lower_lookup"] == 1
+    # Half of the rows lie on the other rank; an all-reduce brings as many again.
+    moved = 4 * 64 * HEADS * table[0].nbytes
+    assert ple_compile.stats()["bytes_from_other_ranks"] == (moved if host else moved // 2)
     dist.barrier()
 
 

@@ -268,6 +268,82 @@ def test_no_host_synchronisation(mode):
         torch.cuda.set_sync_debug_mode("default")
 
 
+def milliseconds(call):
+    before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    before.record()
+    call()
+    after.record()
+    after.synchronize()
+    return before.elapsed_time(after)
+
+
+@torch.no_grad()
+def test_a_wait_stalls_for_what_is_left_of_the_lookup():
+    """All of it right behind the start, none of it behind products that take longer."""
+    table = host_model().layers[2].ngrams.table.weight
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, ROWS, (16_384, HEADS), generator=generator).cuda()
+    square = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
+
+    def step(num_products):
+        flight = torch.ops.ple.lookup_start(table, ids)
+        for _ in range(num_products):
+            square @ square
+        torch.ops.ple.lookup_wait(flight, table, ids)
+
+    step(1)
+    lookup = min(milliseconds(lambda: step(0)) for _ in range(3))
+    product = min(milliseconds(lambda: square @ square) for _ in range(3))
+    stalls = []
+    for num_products in (0, 3 * int(lookup / product + 1)):
+        torch.cuda.synchronize()
+        ple_compile.reset_stats(stalls=True)
+        for _ in range(5):
+            step(num_products)
+        found = ple_compile.stats()
+        assert found["timed_waits"] == 5
+        stalls.append(found["stall_us"] / 5000 / lookup)
+    ple_compile.reset_stats()
+    assert 0.7 < stalls[0] < 1.3 and stalls[1] < 0.1, (stalls, lookup, product)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("mode", MODES)
+def test_stalls_that_a_cuda_graph_hides_are_not_counted_as_none(mode):
+    model = host_model()
+    step, args = compiled(model, mode), model.inputs(64)
+    for _ in range(4):
+        step(*args)
+    ple_compile.reset_stats(stalls=True)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(3):
+            step(*args)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    stats = ple_compile.stats()
+    assert stats["prefetched_lookups"] == 3 and stats["timed_waits"] == (3 if mode == "default" else 0)
+    assert (stats["stall_us"] > 0) == (mode == "default")
+
+
+@torch.no_grad()
+def test_stalls_asked_for_before_the_user_captures():
+    model = host_model()
+    table, step = model.layers[2].ngrams.table.weight.cuda(), compiled(model, "default")
+    ple_compile.reset_stats(stalls=True)
+    hidden, tokens = model.inputs(100)
+    for _ in range(3):
+        step(hidden, tokens)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        _, rows = step(hidden, tokens)
+    graph.replay()
+    assert same_bytes(rows, expected_rows(model, tokens, table))
+    stats = ple_compile.stats()
+    assert (stats["timed_waits"], stats["prefetched_lookups"]) == (3, 4)
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("mode", MODES)
 def test_with_hot_rows(mode):

@@ -71,9 +71,9 @@ def test_distance(distance, expected):
 
 
 def test_rows_and_their_bytes_are_counted_call_by_call():
-    """Also where the length is symbolic, with both halves of a lookup in the graph."""
+    """Also where the length is symbolic, with both halves of a lookup in the graph; the CPU never stalls."""
     model = offloaded(1, 3)
-    reset_stats()
+    reset_stats(stalls=True)
     compiled = torch.compile(model, backend="ple", fullgraph=True, dynamic=True)
     with torch.no_grad():
         for length in (20, 33):
@@ -83,8 +83,14 @@ def test_rows_and_their_bytes_are_counted_call_by_call():
         "ple_executions": 0,
         "rows_looked_up": rows,
         "host_table_bytes": rows * 24 * 4,
+        "bytes_from_other_ranks": 0,
+        "prefetched_lookups": 4,
         "hot_row_hits": 0,
+        "timed_waits": 4,
+        "stall_us": 0,
     }
+    reset_stats()
+    assert "stall_us" not in stats()
 
 
 def test_a_table_in_the_first_layer_starts_first_and_is_waited_for_at_its_use():
