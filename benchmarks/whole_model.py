@@ -3,12 +3,12 @@
     python benchmarks/whole_model.py --out whole_model.json                     # every variant, Markdown to stdout
     python benchmarks/whole_model.py --out whole_model.json --variants eager ple_whole
 
-Rows of variants that were not run this time stay in the JSON. bf16, batch 1, random weights, 64 experts and a table of
-16 M rows so that it fits one GPU with room to spare. Variants:
+Rows of variants and prompts that were not run this time stay in the JSON. bf16, batch 1, random weights, 64 experts and
+a table of 16 M rows so that it fits one GPU with room to spare. Variants:
     eager       transformers as it is, dynamic cache
     stock       torch.compile(model.forward), dynamic cache
-    ple         ple_compile.compile(model, whole_graph=False), dynamic cache
-    ple_whole   ple_compile.compile(model, mode="reduce-overhead"): one graph each, static cache
+    ple         ple_compile.compile(model): PLE layers compiled, the indexers' loop replaced; dynamic cache
+    ple_whole   ple_compile.compile(model, whole_graph=True, mode="reduce-overhead"): one graph each, static cache
     whole       the whole-graph form under plain Inductor: prefill dynamic, decode "reduce-overhead", static cache
 Prefill is the median of three calls after one (eager, stock: one call after a short prompt); decode is 64 greedy steps
 after 8. Peak memory is what a prefill and its decode allocate beyond weights and cache.
@@ -20,7 +20,7 @@ import inspect
 import json
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -105,13 +105,14 @@ def stock(model: Any) -> Variant:
 
 
 def ple(model: Any) -> Variant:
-    ple_compile.compile(model, whole_graph=False)
-    return Variant(model, model, False, partial(ple_compile.restore, model), slow=True)
+    ple_compile.compile(model)
+    return Variant(model, model, False, partial(ple_compile.restore, model))
 
 
 def ple_whole(model: Any) -> Variant:
     # The prefill's length is dynamic: a recorded CUDA graph per prompt length would not pay.
-    ple_compile.compile(model, mode="reduce-overhead", inductor={"triton.cudagraph_skip_dynamic_graphs": True})
+    options = {"triton.cudagraph_skip_dynamic_graphs": True}
+    ple_compile.compile(model, whole_graph=True, mode="reduce-overhead", inductor=options)
     return Variant(model, model, True, partial(ple_compile.restore, model))
 
 
@@ -168,7 +169,7 @@ class Session:
 
 
 @torch.no_grad()
-def measure(model: Any, name: str) -> list[dict]:
+def measure(model: Any, name: str, prompts: Sequence[int]) -> list[dict]:
     """One row per prompt length."""
     torch._dynamo.reset()
     variant = VARIANTS[name](model)
@@ -182,7 +183,7 @@ def measure(model: Any, name: str) -> list[dict]:
     session.prefill(draw(40))
     session.decode(3)
     rows = []
-    for length in PROMPTS:
+    for length in prompts:
         prompt = draw(length)
         if not variant.slow:
             session.prefill(prompt)
@@ -215,12 +216,14 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, default=Path("whole_model.json"))
     parser.add_argument("--variants", nargs="+", choices=list(VARIANTS), default=list(VARIANTS))
+    parser.add_argument("--prompts", type=int, nargs="+", default=list(PROMPTS), help="lengths, at most 8,192")
     arguments = parser.parse_args()
     model = make_model()
     kept = json.loads(arguments.out.read_text())["rows"] if arguments.out.exists() else []
-    rows = [row for row in kept if row["variant"] not in arguments.variants]
+    again = {(name, length) for name in arguments.variants for length in arguments.prompts}
+    rows = [row for row in kept if (row["variant"], row["prompt"]) not in again]
     for name in arguments.variants:
-        rows += measure(model, name)
+        rows += measure(model, name, arguments.prompts)
         # After each variant: what was measured is kept when a later one does not finish.
         arguments.out.write_text(
             json.dumps({**environment(), "transformers": transformers.__version__, "rows": rows}, indent=1)
