@@ -35,19 +35,24 @@ from ple_compile.report import GraphReport
 def fuse_ngram_ids(graph: Graph, report: GraphReport, *, debug: bool = False) -> int:
     """Rewrite the ids of every hashed lookup; returns how many."""
     count = 0
-    for node, ids in find_embeddings(graph):
-        try:
-            if value(ids).dim() == 2:
-                inside, fused = _fuse_packed(graph, ids, debug)
-            else:
-                inside, fused = _fuse(graph, ids)
-        except Declined as reason:
-            report.declined("fuse_ngram_ids", node, str(reason))
-            continue
-        report.matched("fuse_ngram_ids", node)
-        ids.replace_all_uses_with(fused)
-        erase_unused(inside)
-        count += 1
+    for node, layouts in find_embeddings(graph):
+        reasons: list[Declined] = []
+        for ids in layouts:
+            try:
+                inside, fused = _fuse_packed(graph, ids, debug) if value(ids).dim() == 2 else _fuse(graph, ids)
+            except Declined as reason:
+                reasons.append(reason)
+                continue
+            report.matched("fuse_ngram_ids", node)
+            ids.replace_all_uses_with(fused)
+            erase_unused(inside)
+            count += 1
+            break
+        else:
+            reason = (
+                reasons[0] if reasons else Declined("the ids are neither [batch, sequence, heads] nor [tokens, heads]")
+            )
+            report.declined("fuse_ngram_ids", reason.node or node, str(reason))
     return count
 
 

@@ -6,6 +6,7 @@ Matches:
     convolution = aten.convolution(cat, weight, None, [1], [0], [dilation], False, [0], C)
     silu = convolution / (exp(-convolution) + 1)              # or any spelling
     y = aten.permute(silu, [0, 2, 1])
+or a sum of taps, of something normed, in the place of the convolution
 Becomes:
     y = ple.short_conv(x, weight, state, dilation)
 
@@ -26,7 +27,8 @@ from torch.fx import Graph
 from ple_compile.matching.candidates import accepted
 from ple_compile.matching.graph import aten, cone, erase_unused, insert
 from ple_compile.matching.packed_conv import find_packed_convs
-from ple_compile.matching.short_conv import find_short_convs, verify
+from ple_compile.matching.short_conv import find_short_convs, verify, verify_rounding
+from ple_compile.matching.taps import find_taps
 from ple_compile.ops.packed_short_conv import packed_short_conv
 from ple_compile.ops.short_conv import short_conv
 from ple_compile.report import GraphReport
@@ -35,7 +37,8 @@ from ple_compile.report import GraphReport
 def fuse_short_conv(graph: Graph, report: GraphReport) -> int:
     """Rewrite every dilated short convolution; returns how many."""
     count = 0
-    for node, conv in accepted(find_short_convs(graph), "fuse_short_conv", report, verify):
+    convs = [*accepted(find_short_convs(graph), "fuse_short_conv", report, verify)]
+    for node, conv in [*convs, *accepted(find_taps(graph), "fuse_short_conv", report, verify_rounding)]:
         inside = cone([conv.activated], set(conv.leaves))
         fused = insert(graph, conv.activated, short_conv, (conv.x, conv.weight, conv.state, conv.dilation))
         if conv.transposed:

@@ -4,7 +4,7 @@ Matches:
     gated, normed = ple.gate(...)
     y = ple.short_conv(normed, conv_weight, state, dilation)
     out = aten.add(gated, y)
-    out = aten.add(hidden, out)                               # where the model adds it at once
+    out = aten.add(hidden, out)                               # where the model adds it at once; in float32 in any order
     new_state = last columns of cat([state, normed^T])        # where there is a cache, any spelling
 Becomes:
     out = ple.gate_conv(...)                                  # or
@@ -27,15 +27,30 @@ from dataclasses import dataclass
 from torch.fx import Graph, Node
 
 from ple_compile.matching.candidates import Declined
-from ple_compile.matching.graph import aten, calls, cone, depends_on, dims, erase_unused, insert, size_node, value
+from ple_compile.matching.graph import (
+    VIEWS,
+    aten,
+    calls,
+    cone,
+    depends_on,
+    dims,
+    erase_unused,
+    insert,
+    reshape_like,
+    size_node,
+    source,
+    value,
+)
 from ple_compile.matching.packed_conv import PackedConv, find_export, find_pool, verify_update
-from ple_compile.matching.short_conv import ShortConv, find_state_writes
+from ple_compile.matching.short_conv import COLUMNS, ShortConv, find_state_writes, is_dilated
 from ple_compile.ops.gate import gate as gate_op
 from ple_compile.ops.gate_conv import gate_conv, gate_conv_update, gate_conv_update_
 from ple_compile.ops.packed_gate_conv import packed_gate_conv_
 from ple_compile.ops.packed_short_conv import packed_short_conv
 from ple_compile.ops.short_conv import short_conv
 from ple_compile.report import GraphReport
+
+RESHAPES = VIEWS - {aten.expand.default}
 
 
 @dataclass(frozen=True)
@@ -61,8 +76,11 @@ class PackedGateConv:
     add_hidden: bool
 
 
-def merge_gate_conv(graph: Graph, report: GraphReport) -> int:
-    """Merge every gate with the short convolution that it feeds; returns how many."""
+def merge_gate_conv(graph: Graph, report: GraphReport, *, fuse_short_conv: bool = True) -> int:
+    """Merge every gate with the short convolution that it feeds; returns how many.
+
+    Where there are such (`fuse_short_conv`), a gate that feeds none is told of too.
+    """
     count = 0
     convs = [n for op in (short_conv, packed_short_conv) for n in graph.find_nodes(op="call_function", target=op)]
     for conv in convs:
@@ -79,7 +97,23 @@ def merge_gate_conv(graph: Graph, report: GraphReport) -> int:
             continue
         report.matched("merge_gate_conv", conv)
         count += 1
+    for gate in graph.find_nodes(op="call_function", target=gate_op) if fuse_short_conv else ():
+        reader = _other_reader(gate)
+        if reader is not None:
+            reason = f"the normed value is read by {reader.name}, not by a dilated convolution"
+            report.declined("merge_gate_conv", reader, reason)
     return count
+
+
+def _other_reader(gate: Node) -> Node | None:
+    """What reads the normed value of a gate, unless it is a convolution that `fuse_short_conv` looks at."""
+    stack = [user for user in gate.users if user.args[1] == 1]
+    for node in stack:
+        stack += [u for u in node.users if calls(u, COLUMNS) and u not in stack]
+    readers = [u for node in stack for u in node.users if u not in stack]
+    if any(calls(u, {short_conv, packed_short_conv, gate_op}) or is_dilated(u) for u in readers):
+        return None
+    return min(readers, default=None)
 
 
 def _outputs(gate: Node) -> tuple[Node, Node]:
@@ -134,25 +168,41 @@ def _find_packed(gate: Node, conv: Node) -> PackedGateConv:
 
 def _root(gate: Node, gated: Node, conv: Node) -> tuple[Node, bool]:
     """The sum that the merged op returns, and whether the residual streams are in it."""
-    root = _sole_sum(gated, conv)
-    onward = list(root.users)
-    add_hidden = len(onward) == 1 and _is_sum(onward[0], root, gate.args[2])
-    return (onward[0] if add_hidden else root), add_hidden
+    hidden = source(gate.args[2], RESHAPES)
+    first, other = _sole_reader(gated), _sole_reader(conv)
+    if first is other and _is_sum(first, gated, conv):
+        onward = _readers(first)
+        add_hidden = len(onward) == 1 and _is_sum(onward[0], first, hidden)
+        return (onward[0] if add_hidden else first), add_hidden
+    for inner, outer, left, right in ((first, other, gated, conv), (other, first, conv, gated)):
+        if _is_sum(inner, left, hidden) and _readers(inner) == [outer] and _is_sum(outer, inner, right):
+            if min(value(gated).dtype.itemsize, value(conv).dtype.itemsize) < 4:
+                raise Declined(f"{left.name} and the hidden state are added first, which rounds otherwise in 16 bits")
+            return outer, True
+    raise Declined(f"{gated.name} is read by {first.name}, which is not its sum with the convolution")
 
 
-def _sole_sum(gated: Node, conv: Node) -> Node:
-    for node in (gated, conv):
-        if len(node.users) != 1:
-            readers = ", ".join(user.name for user in node.users)
-            raise Declined(f"{node.name} is read by {readers}, not only by their sum")
-    (total,) = gated.users
-    if not _is_sum(total, gated, conv):
-        raise Declined(f"{gated.name} is read by {total.name}, which is not its sum with the convolution")
-    return total
+def _readers(node: Node) -> list[Node]:
+    """What reads a node or views of it."""
+    found: dict[Node, None] = {}
+    for user in node.users:
+        found |= dict.fromkeys(_readers(user) if calls(user, RESHAPES) else [user])
+    return list(found)
+
+
+def _sole_reader(node: Node) -> Node:
+    readers = _readers(node)
+    if len(readers) != 1:
+        raise Declined(f"{node.name} is read by {', '.join(n.name for n in readers)}, not only by their sum")
+    return readers[0]
 
 
 def _is_sum(node: Node, left: Node, right: Node) -> bool:
-    return calls(node, {aten.add.Tensor}) and not node.kwargs and set(node.args) == {left, right}
+    """Whether `node` adds two nodes, or views of them, value by value."""
+    if not calls(node, {aten.add.Tensor}) or node.kwargs or not all(isinstance(n, Node) for n in node.args):
+        return False
+    sources = {source(n, RESHAPES) for n in node.args}
+    return sources == {source(left, RESHAPES), source(right, RESHAPES)} and {dims(n) for n in node.args} == {dims(node)}
 
 
 def _written_back(found: GateConv) -> Node | None:
@@ -173,10 +223,10 @@ def _written_back(found: GateConv) -> Node | None:
 
 
 def _replace(graph: Graph, found: GateConv) -> None:
-    key, val, hidden, norm_key, norm_query, norm_conv, mask, eps, eps_tensors, gate_dtype = found.gate.args
+    key, val, hidden, norm_key, norm_query, norm_conv, mask, eps, eps_tensors, gate_dtype, plain = found.gate.args
     _, weight, state, dilation = found.conv.args
     norms = (key, val, hidden, norm_key, norm_query, norm_conv, weight, mask, state)
-    settings = (eps, eps_tensors, gate_dtype, dilation, found.add_hidden)
+    settings = (eps, eps_tensors, gate_dtype, dilation, found.add_hidden, plain)
     interior = [found.root]
     written_back = _written_back(found)
     if written_back is not None:
@@ -192,15 +242,15 @@ def _replace(graph: Graph, found: GateConv) -> None:
         interior.append(write)
     else:
         out = insert(graph, found.root, gate_conv, (*norms, *settings))
-    found.root.replace_all_uses_with(out)
+    found.root.replace_all_uses_with(reshape_like(graph, found.root, out, found.root))
     erase_unused(interior)
 
 
 def _replace_packed(graph: Graph, found: PackedGateConv) -> None:
-    key, val, hidden, norm_key, norm_query, norm_conv, _, eps, eps_tensors, gate_dtype = found.gate.args
+    key, val, hidden, norm_key, norm_query, norm_conv, _, eps, eps_tensors, gate_dtype, plain = found.gate.args
     state = found.conv.state
     norms = (key, val, hidden, norm_key, norm_query, norm_conv, found.conv.weight)
-    settings = (eps, eps_tensors, gate_dtype, found.conv.dilation, found.add_hidden)
+    settings = (eps, eps_tensors, gate_dtype, found.conv.dilation, found.add_hidden, plain)
     args = (*norms, state.pool, *state.requests, found.boundaries, *settings)
     both = insert(graph, found.root, packed_gate_conv_, args)
     interior = [found.root, state.new]
@@ -208,5 +258,6 @@ def _replace_packed(graph: Graph, found: PackedGateConv) -> None:
     if found.exported is not None:
         found.exported.replace_all_uses_with(insert(graph, found.root, operator.getitem, (both, 1)))
         interior.append(found.exported)
-    found.root.replace_all_uses_with(insert(graph, found.root, operator.getitem, (both, 0)))
+    out = insert(graph, found.root, operator.getitem, (both, 0))
+    found.root.replace_all_uses_with(reshape_like(graph, found.root, out, found.root))
     erase_unused(interior)

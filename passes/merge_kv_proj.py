@@ -8,8 +8,11 @@ Becomes:
     key, value = kv[..., :C], kv[..., C:]
 
 Declines when a projection has a bias, when the weights are one tensor, differ in type, or are computed in the graph
-(autocast), when the two projections read different inputs, and while gradients are recorded.
+(autocast), when the two projections read different inputs, and while gradients are recorded. A model that has one
+product for both already is left alone.
 """
+
+import operator
 
 from torch.fx import Graph, Node
 
@@ -19,12 +22,17 @@ from ple_compile.ops.gate import gate as gate_op
 from ple_compile.ops.kv_proj import kv_proj
 from ple_compile.report import GraphReport
 
+PARTS = {aten.slice.Tensor, aten.split_with_sizes.default, aten.split.Tensor}
+
 
 def merge_kv_proj(graph: Graph, report: GraphReport, *, training: bool) -> int:
     """Merge the projections in front of every fused gate; returns how many."""
     count = 0
     for gate in graph.find_nodes(op="call_function", target=gate_op):
         key, val = gate.args[0], gate.args[1]
+        if _whole(key) is not None and _whole(key) is _whole(val):
+            report.not_applicable("merge_kv_proj", gate, "the model projects key and value in one matrix product")
+            continue
         try:
             if training:
                 raise Declined("gradients are recorded")
@@ -45,6 +53,15 @@ def merge_kv_proj(graph: Graph, report: GraphReport, *, training: bool) -> int:
         report.matched("merge_kv_proj", gate)
         count += 1
     return count
+
+
+def _whole(node: Node) -> Node | None:
+    """The matrix product that `node` is a part of."""
+    part = source(node)
+    if calls(part, {operator.getitem}):
+        part = part.args[0]
+    whole = source(part.args[0]) if calls(part, PARTS) else None
+    return whole if calls(whole, {aten.mm.default, aten.addmm.default}) else None
 
 
 def _projection(node: Node, name: str) -> tuple[Node, Node]:

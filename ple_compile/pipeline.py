@@ -37,6 +37,7 @@ SETTINGS: dict[str, tuple[str, ...]] = {
     "fuse_ngram_ids": ("debug",),
     "fuse_lookup": ("debug",),
     "merge_kv_proj": ("training",),
+    "merge_gate_conv": ("fuse_short_conv",),
     "lower_lookup": ("etp_lowering", "etp_max_tokens"),
     "prefetch_lookup": ("prefetch_distance",),
 }

@@ -82,6 +82,7 @@ def draw(
     add_hidden: bool = True,
     boundaries: bool = False,
     autocast: bool = False,
+    plain: bool = False,
     seed: int | None = None,
     device: str = DEVICE,
 ) -> Inputs:
@@ -137,4 +138,5 @@ def draw(
         gate_dtype=wide,
         dilation=dilation,
         add_hidden=add_hidden,
+        plain=plain,
     )

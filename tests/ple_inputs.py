@@ -33,6 +33,7 @@ def make_inputs(
     mask: torch.dtype | None = None,
     autocast: bool = False,
     add_hidden: bool = True,
+    plain: bool = False,
     seed: int | None = None,
     device: str = DEVICE,
 ) -> Inputs:
@@ -70,6 +71,7 @@ def make_inputs(
         gate_dtype=wide,
         dilation=dilation,
         add_hidden=add_hidden,
+        plain=plain,
     )
 
 
@@ -85,7 +87,7 @@ def eager_gate(inputs: Inputs) -> tuple[Tensor, Tensor]:
     def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         groups = x.float().reshape(*x.shape[:-1], -1, width)
         groups = groups * torch.rsqrt(groups.pow(2).mean(-1, keepdim=True) + eps)
-        return (groups.flatten(-2) * (1.0 + weight.float())).type_as(x)
+        return (groups.flatten(-2) * (weight.float() if inputs.plain else 1.0 + weight.float())).type_as(x)
 
     kn = norm(inputs.key, inputs.norm_key_weight, inputs.eps[0]).unflatten(-1, (-1, width))
     qn = norm(inputs.hidden, inputs.norm_query_weight, inputs.eps[1]).unflatten(-1, (-1, width))

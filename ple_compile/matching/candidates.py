@@ -11,7 +11,15 @@ Candidate = TypeVar("Candidate")
 
 
 class Declined(Exception):
-    """A candidate is not the op; the message is the reason that `explain` shows."""
+    """A candidate is not the op; the message is the reason that `explain` shows, `node` the place if one is known.
+
+    `stage` tells how close it came: how many of the op's intermediate results it has too, or all but their rounding.
+    """
+
+    def __init__(self, reason: str, node: Node | None = None, stage: int = -1):
+        super().__init__(reason)
+        self.node = node
+        self.stage = stage
 
 
 def accepted(
@@ -28,6 +36,6 @@ def accepted(
             if verify is not None:
                 verify(candidate)
         except Declined as reason:
-            report.declined(pass_name, node, str(reason))
+            report.declined(pass_name, reason.node or node, str(reason))
         else:
             yield node, candidate

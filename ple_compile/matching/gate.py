@@ -2,10 +2,13 @@
 
     kn = norm(key), qn = norm(hidden), g = sigmoid(f(sum(kn * qn))), gated = g * value, normed = norm(gated)
 
-The anchors are the reciprocal square roots: each names a norm's source. Roles follow from data flow: the two norms
-above the sigmoid are key and query, the factor beside it is the value, the norm below is the convolution's.
+The anchor is the sigmoid. Roles follow from data flow: the two norms above it are key and query, the norm below is the
+convolution's, of what is gated; the value is what else went into that; each weight follows the norm that it scales.
 """
 
+import dataclasses
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -13,8 +16,8 @@ from torch.fx import Graph, Node
 
 from ple_compile.matching import probe
 from ple_compile.matching.candidates import Declined
+from ple_compile.matching.difference import where_they_part
 from ple_compile.matching.graph import (
-    CASTS,
     LAYOUT,
     VIEWS,
     aten,
@@ -22,6 +25,8 @@ from ple_compile.matching.graph import (
     cone,
     depends_on,
     dims,
+    is_pointwise,
+    is_tensor,
     open_inputs,
     origin,
     outside_reader,
@@ -30,24 +35,23 @@ from ple_compile.matching.graph import (
     tensor_inputs,
     value,
 )
+from ple_compile.matching.norms import MOST_STEPS, PRODUCERS, Norm, find_norms, norms_above
+from ple_compile.ops.gate import stages
 
-# Walking up from a sigmoid stops at these: what they produce is an input of the gate, never part of it.
-PRODUCERS = {aten.mm.default, aten.addmm.default, aten.embedding.default, aten.convolution.default, aten.cat.default}
-MOST_STEPS = 64
-
-
-@dataclass(frozen=True)
-class Norm:
-    """One application of an RMS norm: `applied = source * rsqrt(mean(source ** 2) + eps)`."""
-
-    source: Node
-    applied: Node
-    eps: float | Node
+REDUCTIONS = {aten.mean.dim, aten.sum.dim_IntList}
+PARTS = {aten.select.int, aten.slice.Tensor}
+SCALES = (1e-3, 1e-9, 30.0)  # of key and value: dot products above and below the bound, and mean squares near eps
+ROUNDED_GATES = 384  # a spelling that rounds elsewhere changes at least 3 gates in 100
+BY_STREAM = "each stream is gated by itself, not all streams of a token at once"
 
 
 @dataclass(frozen=True)
 class Gate:
-    """A gate candidate: leaves by role, and the nodes it replaces (`gated` may have several equal flattenings)."""
+    """A gate candidate: leaves by role, and the nodes it replaces (`gated` may have several equal layouts).
+
+    `leading` are the dims of a token, before streams and hidden size. `plain`: the norms multiply by their weights,
+    not by one more than them.
+    """
 
     sigmoid: Node
     product: Node
@@ -59,7 +63,20 @@ class Gate:
     mask: Node | None
     gated: tuple[Node, ...]
     normed: Node
-    gate_dtype: torch.dtype
+    leading: tuple
+    plain: bool = False
+
+    @property
+    def gate_dtype(self) -> torch.dtype:
+        return value(self.sigmoid).dtype
+
+    @property
+    def hidden_size(self) -> int:
+        return dims(self.value)[-1]
+
+    @property
+    def width(self) -> int:
+        return value(self.weights[0]).numel()
 
     @property
     def leaves(self) -> list[Node]:
@@ -67,123 +84,203 @@ class Gate:
         return found + ([self.mask] if self.mask is not None else [])
 
 
-def _reciprocal_root(node: Node) -> Node | None:
-    """The operand whose reciprocal square root `node` is, in any spelling."""
-    node = source(node, VIEWS | CASTS)
-    if calls(node, {aten.rsqrt.default}):
-        return node.args[0]
-    if calls(node, {aten.pow.Tensor_Scalar}) and node.args[1] == -0.5:
-        return node.args[0]
-    if calls(node, {aten.reciprocal.default}):
-        return _root(node.args[0])
-    return None
+def find_gates(graph: Graph) -> list[tuple[Node, Gate | Declined]]:
+    """Every gate, verified, or why something like one is none.
+
+    That is a sigmoid of one value for each group of two norms, and the root of a magnitude, of something made of norms,
+    with no sigmoid to follow.
+    """
+    norms = {norm.source: norm for norm in find_norms(graph)}
+    roots = {node: _sigmoids_below(node) for node in graph.nodes if _is_root_of_magnitude(node)}
+    found: list[tuple[Node, Gate | Declined]] = []
+    for sigmoid in graph.find_nodes(op="call_function", target=aten.sigmoid.default):
+        above = norms_above(sigmoid)
+        if any(sigmoid in below for below in roots.values()) or _is_one_per_group(sigmoid, above):
+            found.append((sigmoid, _match(sigmoid, above, norms)))
+    no_sigmoid = Declined("no sigmoid follows the root of a magnitude, as in a PLE gate")
+    return found + [(root, no_sigmoid) for root, below in roots.items() if not below and len(norms_above(root)) > 1]
 
 
-def _root(node: Node) -> Node | None:
-    node = source(node, VIEWS)
-    if calls(node, {aten.sqrt.default}):
-        return node.args[0]
-    if calls(node, {aten.pow.Tensor_Scalar}) and node.args[1] == 0.5:
-        return node.args[0]
-    return None
+def _is_one_per_group(sigmoid: Node, above: list[Norm]) -> bool:
+    """Whether a sigmoid has two norms above, and one value where they have a group."""
+    groups = [dims(norm.squared)[:-1] for norm in above]
+    return len(above) == 2 and any(dims(sigmoid) in (shape, (*shape, 1)) for shape in groups)
 
 
-def _eps(node: Node) -> tuple[float | Node, Node] | None:
-    """Split `mean + eps` into (eps, mean)."""
-    node = source(node, VIEWS)
-    if not calls(node, {aten.add.Tensor, aten.add.Scalar}):
-        return None
-    left, right = node.args[:2]
-    if isinstance(right, (int, float)):
-        return float(right), left
-    for mean, eps in ((left, right), (right, left)):
-        scalar = origin(eps)  # a float64 scalar is cast down to the norm's type
-        if scalar.op == "placeholder" and value(scalar).dim() == 0:
-            return scalar, mean
-        if calls(scalar, {aten.full.default}) and not scalar.args[0]:
-            return float(scalar.args[1]), mean
-    return None
-
-
-def find_norm(node: Node) -> Norm | None:
-    """`node` as a norm application, or None."""
-    if calls(node, {aten.mul.Tensor}):
-        pairs = [(node.args[0], node.args[1]), (node.args[1], node.args[0])]
-        roots = [(x, _reciprocal_root(r)) for x, r in pairs if isinstance(x, Node) and isinstance(r, Node)]
-    elif calls(node, {aten.div.Tensor}) and all(isinstance(n, Node) for n in node.args[:2]):
-        roots = [(node.args[0], _root(node.args[1]))]
-    else:
-        return None
-    for x, squares in roots:
-        split = _eps(squares) if squares is not None else None
-        if split is not None and source(x) in _square_sources(split[1]):
-            return Norm(source(x), node, split[0])
-    return None
-
-
-def _square_sources(mean: Node) -> set[Node]:
-    """What a mean of squares was taken of."""
-    found, stack = set(), [mean]
-    for _ in range(8):
-        if not stack:
-            break
-        node = source(stack.pop())
-        if calls(node, {aten.pow.Tensor_Scalar}):
-            found.add(source(node.args[0]))
-        elif calls(node, {aten.mul.Tensor, aten.linalg_vector_norm.default}):
-            found |= {source(n) for n in tensor_inputs(node)}
-        if calls(node, {aten.mean.dim, aten.sum.dim_IntList, aten.div.Tensor, aten.mul.Tensor}):
-            stack += tensor_inputs(node)
-    return found
-
-
-def _norms_above(sigmoid: Node) -> list[Norm]:
-    """The norms that feed `sigmoid`, without walking past what they normalise."""
-    found: dict[Node, Norm] = {}
-    seen: set[Node] = set()
-    stack = [sigmoid]
-    while stack and len(seen) < MOST_STEPS:
-        node = stack.pop(0)
-        if node in seen or node.op != "call_function" or node.target in PRODUCERS:
-            continue
-        seen.add(node)
-        norm = find_norm(node)
-        if norm is not None:
-            found[norm.source] = norm
-        else:
-            stack += tensor_inputs(node)
-    return list(found.values())
-
-
-def _weighted(norm: Norm, width: int) -> tuple[Node, Node]:
-    """(weight leaf, node after the weight and any cast back) of a norm."""
-    node = norm.applied
-    for _ in range(6):
-        users = [u for u in node.users if calls(u, LAYOUT | {aten.mul.Tensor})]
-        for user in users:
-            if calls(user, {aten.mul.Tensor}):
-                other = [n for n in tensor_inputs(user) if n is not node]
-                found = [n for n in open_inputs(other, set()) if value(n).numel() == width] if other else []
-                if len(found) == 1 and find_norm(user) is None:
-                    return found[0], user
-        if len(users) != 1:
-            break
-        node = users[0]
-    raise Declined(f"no weight of {width} values follows the norm at {norm.applied.name}")
-
-
-def _settle(node: Node, dtype: torch.dtype, shape: tuple) -> Node:
-    """Follow the cast back to `dtype` and the flattening to `shape`."""
+def _is_root_of_magnitude(node: Node) -> bool:
+    """Whether `node` is the square root of an absolute value that was bounded from below."""
+    if not calls(node, {aten.sqrt.default}) and not (calls(node, {aten.pow.Tensor_Scalar}) and node.args[1] == 0.5):
+        return False
     for _ in range(4):
-        onward = [u for u in node.users if calls(u, LAYOUT) and u.args[0] is node]
-        if len(onward) != len(node.users) or len(onward) != 1:
-            break
-        step = onward[0]
-        if (value(node).dtype != dtype and value(step).dtype == dtype) or (dims(node) != shape and dims(step) == shape):
-            node = step
-        else:
-            break
-    return node
+        node = source(node.args[0])
+        if calls(node, {aten.abs.default}):
+            return True
+        if not is_pointwise(node) or sum(value(n).dim() > 0 for n in tensor_inputs(node)) != 1:
+            return False
+    return False
+
+
+def _sigmoids_below(node: Node) -> list[Node]:
+    """Sigmoids of something computed elementwise from `node`."""
+    seen, stack = {node}, [node]
+    while stack and len(seen) < MOST_STEPS:
+        new = [u for u in stack.pop(0).users if u not in seen and (is_pointwise(u) or calls(u, LAYOUT))]
+        seen.update(new)
+        stack += [u for u in new if not calls(u, {aten.sigmoid.default})]
+    return [n for n in seen if calls(n, {aten.sigmoid.default})]
+
+
+def _match(sigmoid: Node, above: list[Norm], norms: dict[Node, Norm]) -> Gate | Declined:
+    """The gate around a sigmoid with the norms `above` it, or why the reading of it that comes closest is none."""
+    reasons: list[Declined] = []
+    try:
+        for gate in _readings(sigmoid, above, norms):
+            try:
+                _verify(gate)
+                return gate
+            except Declined as reason:
+                reasons.append(reason)
+    except Declined as reason:
+        return reason
+    return max(reasons, key=lambda reason: reason.stage)
+
+
+def _readings(sigmoid: Node, above: list[Norm], norms: dict[Node, Norm]) -> Iterator[Gate]:
+    """Gates by role: with norms that multiply by one more than their weights, and with norms that multiply by them."""
+    if len(above) != 2:
+        raise Declined(f"{len(above)} norms feed the gate, not that of one key and that of the hidden state")
+    product, conv_norm = _norm_below(sigmoid, norms)
+    hidden_size = dims(conv_norm.squared)[-1]
+    conv_weight, conv_scale, normed = _scaled(conv_norm, product)
+    width = value(conv_weight).numel()
+    if not isinstance(hidden_size, int) or not isinstance(width, int) or width % hidden_size:
+        raise Declined("the number of streams or the hidden size is symbolic, or they do not divide the norm's weight")
+    layout = (width // hidden_size, hidden_size)
+    leading = _leading(dims(conv_norm.squared), layout)
+    scores = dims(sigmoid)[len(leading) :]
+    if not all(isinstance(size, int) for size in scores) or math.prod(scores) != layout[0]:
+        raise Declined(BY_STREAM)
+    key, hidden = (_laid_out(norm, leading, layout) for norm in above)
+    value_leaf = _value(product, {key, hidden}, leading + layout[1:])
+    if _shares_producer(hidden, value_leaf) and not _shares_producer(key, value_leaf):
+        above, key, hidden = above[::-1], hidden, key
+    weights = _weights(sigmoid, key, hidden, width)
+    leaves = {value_leaf, key, hidden, *weights, conv_weight}
+    inside = set(cone([normed], leaves))
+    gated = _read_layouts(product, inside, leading, layout)
+    masks = [_masked(n, inside, leading) for n in (*gated, normed)]
+    mask = masks[0][0] if masks[0] is not None else None
+    if mask is not None and all(m is not None and m[0] is mask for m in masks) and len(masks[-1][1]) == 1:
+        gated, normed = [n for m in masks[:-1] for n in m[1]], masks[-1][1][0]
+    else:
+        mask = None
+    eps = (*(norm.eps for norm in above), conv_norm.eps)
+    gate = Gate(
+        sigmoid, product, key, value_leaf, hidden, (*weights, conv_weight), eps, mask, tuple(gated), normed, leading
+    )
+    yield gate
+    nodes = cone([sigmoid], {key, hidden})
+    scales = (*(_scale(weight, nodes) for weight in weights), conv_scale)
+    if all(value(scale).numel() == width for scale in scales):
+        yield dataclasses.replace(gate, weights=scales, plain=True)
+
+
+def _norm_below(sigmoid: Node, norms: dict[Node, Norm]) -> tuple[Node, Norm]:
+    """(the nearest thing below a sigmoid that is normed, its norm)"""
+    seen, stack = {sigmoid}, [sigmoid]
+    while stack and len(seen) < MOST_STEPS:
+        new = [u for u in stack.pop(0).users if u not in seen and u.target not in PRODUCERS]
+        for user in new:
+            if user in norms and calls(user, PARTS):
+                raise Declined(BY_STREAM)
+            if user in norms:
+                return user, norms[user]
+        seen.update(new)
+        stack += new
+    raise Declined("no norm over the gated value")
+
+
+def _scaled(norm: Norm, product: Node) -> tuple[Node, Node, Node]:
+    """(weight, what a norm is multiplied by, the norm as others read it)"""
+    inside = {product}
+    for node in product.graph.nodes:
+        inputs = tensor_inputs(node)
+        if not (is_pointwise(node) or calls(node, REDUCTIONS | LAYOUT)) or inside.isdisjoint(inputs):
+            continue
+        if all(n in inside or value(n).dim() == 0 or _vector(n) is not None for n in inputs):
+            inside.add(node)
+    normed = depends_on(sorted(inside), {norm.root})
+    read = [n for n in sorted(normed) if any(u not in inside for u in n.users)]
+    nodes = cone(read[-1:], {product})
+    weights = [n for n in open_inputs(read[-1:], {product}) if value(n).dim()]
+    if len(weights) != 1:
+        raise Declined(f"{len(weights)} vectors could be the weight of the norm at {norm.root.name}")
+    return weights[0], _scale(weights[0], nodes), read[-1]
+
+
+def _vector(node: Node) -> Node | None:
+    """The weight that `node` is made of, and of nothing else."""
+    leaves = open_inputs([node], set()) if node.op == "call_function" else [node]
+    is_weight = len(leaves) == 1 and value(leaves[0]).is_floating_point() and 0 < value(leaves[0]).dim() <= 2
+    return leaves[0] if is_weight and value(leaves[0]).numel() == value(node).numel() else None
+
+
+def _scale(weight: Node, nodes: list[Node]) -> Node:
+    """The last of `nodes` that is made of `weight` alone."""
+    made = [n for n in sorted(depends_on(nodes, {weight})) if open_inputs([n], set()) == [weight]]
+    return made[-1] if made else weight
+
+
+def _leading(grouped: tuple, layout: tuple[int, int]) -> tuple:
+    """The dims of a token, told from those of what is normed in groups."""
+    if grouped[-2:] == layout and len(grouped) > 2:
+        return grouped[:-2]
+    if layout[0] == 1 and len(grouped) > 1:
+        return grouped[:-1]
+    raise Declined("the gated value is not laid out as [..., streams * hidden]")
+
+
+def _laid_out(norm: Norm, leading: tuple, layout: tuple[int, int]) -> Node:
+    """What a norm was taken of, in the layout [..., streams * hidden] or [..., streams, hidden]."""
+    for shape in ((*leading, layout[0] * layout[1]), leading + layout):
+        leaf = source_of_shape(norm.squared, shape)
+        if leaf is not None:
+            return leaf
+    raise Declined(f"{norm.source.name} is not laid out as [..., streams * hidden]")
+
+
+def _value(product: Node, sources: set[Node], shape: tuple) -> Node:
+    """What else the product is made of: the nearest thing of one hidden width that neither key nor query feeds."""
+    nodes = cone([product], sources)
+    fed = depends_on(nodes, sources) | sources
+    for node in (*reversed(nodes), *open_inputs([product], sources)):
+        if node not in fed and dims(node) == shape and value(node).is_floating_point():
+            return source_of_shape(node, shape) or node
+    raise Declined("no product of the gate and a value of one hidden width")
+
+
+def _weights(sigmoid: Node, key: Node, hidden: Node, width: int) -> tuple[Node, Node]:
+    """The weights of the key's and the query's norm."""
+    inputs = open_inputs([sigmoid], {key, hidden})
+    found = sorted(n for n in inputs if value(n).dim() in (1, 2) and value(n).numel() == width)
+    if len(found) not in (1, 2):
+        raise Declined(f"{len(found)} vectors of {width} values could be the weights of key and query")
+    first, last = found[0], found[-1]
+    nodes = cone([sigmoid], {key, hidden})
+    of_key, scaled = depends_on(nodes, {key}), depends_on(nodes, {first})
+    met = next((n for n in nodes if n in scaled and n in of_key | depends_on(nodes, {hidden})), None)
+    return (first, last) if met in of_key else (last, first)
+
+
+def _read_layouts(product: Node, inside: set[Node], leading: tuple, layout: tuple[int, int]) -> list[Node]:
+    """The product and its views in a gate's layouts, those that someone else reads."""
+    shapes = ((*leading, layout[0] * layout[1]), leading + layout)
+    if dims(product) not in shapes:
+        raise Declined("the gated value is not laid out as [..., streams * hidden]")
+    views = [product]
+    for node in views:
+        views += [u for u in node.users if calls(u, VIEWS) and dims(u) in shapes and u not in views]
+    return [n for n in views if any(u not in inside and u not in views for u in n.users)] or [product]
 
 
 def _masked(node: Node, inside: set[Node], leading: tuple) -> tuple[Node, list[Node]] | None:
@@ -199,87 +296,6 @@ def _masked(node: Node, inside: set[Node], leading: tuple) -> tuple[Node, list[N
     return next(iter(products.items())) if len(products) == 1 else None
 
 
-def _flat_nodes(node: Node, shape: tuple) -> list[Node]:
-    """`node` and its views, those in the layout `shape`."""
-    return [n for n in (node, *(u for u in node.users if calls(u, VIEWS))) if dims(n) == shape]
-
-
-def find_gates(graph: Graph) -> list[tuple[Node, Gate | Declined]]:
-    """Every gate candidate with its roles, or why it is none. A sigmoid without two norms above is no candidate."""
-    found: list[tuple[Node, Gate | Declined]] = []
-    for sigmoid in graph.find_nodes(op="call_function", target=aten.sigmoid.default):
-        norms = _norms_above(sigmoid)
-        if len(norms) != 2 or value(sigmoid).dim() < 3 or dims(sigmoid)[-1] != 1:
-            continue
-        try:
-            found.append((sigmoid, _assign_roles(sigmoid, norms)))
-        except Declined as reason:
-            found.append((sigmoid, reason))
-    return found
-
-
-def _value_product(sigmoid: Node, leading: tuple) -> tuple[Node, Node]:
-    """(gate * value, value leaf [..., hidden])."""
-    views = [sigmoid, *(u for u in sigmoid.users if calls(u, LAYOUT))]
-    for user in (u for v in views for u in v.users):
-        others = [n for n in tensor_inputs(user) if n not in views] if calls(user, {aten.mul.Tensor}) else []
-        leaf = source_of_shape(others[0], leading + dims(user)[-1:]) if len(others) == 1 else None
-        if leaf is not None and dims(user)[:-2] == leading:
-            return user, leaf
-    raise Declined("no product of the gate and a value of one hidden width")
-
-
-def _assign_roles(sigmoid: Node, norms: list[Norm]) -> Gate:
-    leading = dims(sigmoid)[:-2]
-    streams = dims(sigmoid)[-2]
-    product, value_leaf = _value_product(sigmoid, leading)
-    hidden_size = dims(product)[-1]
-    if not isinstance(streams, int) or not isinstance(hidden_size, int):
-        raise Declined("the number of streams or the hidden size is symbolic")
-    width = streams * hidden_size
-    conv_norm = _norm_below(product)
-    sources = [_laid_out(norm, leading + (width,)) for norm in norms]
-    weights = [_weighted(norm, width)[0] for norm in norms]
-    if _shares_producer(sources[1], value_leaf) and not _shares_producer(sources[0], value_leaf):
-        norms, sources, weights = norms[::-1], sources[::-1], weights[::-1]
-    conv_weight, weighted = _weighted(conv_norm, width)
-    normed = _settle(weighted, value(product).dtype, leading + (width,))
-    leaves = {value_leaf, *sources, *weights, conv_weight}
-    inside = set(cone([normed], leaves))
-    flat = _flat_nodes(product, leading + (width,))
-    gated = [n for n in flat if any(user not in inside for user in n.users)] or flat[:1]
-    if not gated or dims(normed) != leading + (width,):
-        raise Declined("the gated value is not laid out as [..., streams * hidden]")
-    masks = [_masked(n, inside, leading) for n in (*gated, normed)]
-    mask = masks[0][0] if masks[0] is not None else None
-    if mask is not None and all(m is not None and m[0] is mask for m in masks) and len(masks[-1][1]) == 1:
-        gated, normed = [n for m in masks[:-1] for n in m[1]], masks[-1][1][0]
-    else:
-        mask = None
-    return Gate(
-        sigmoid=sigmoid,
-        product=product,
-        key=sources[0],
-        value=value_leaf,
-        hidden=sources[1],
-        weights=(weights[0], weights[1], conv_weight),
-        eps=(norms[0].eps, norms[1].eps, conv_norm.eps),
-        mask=mask,
-        gated=tuple(gated),
-        normed=normed,
-        gate_dtype=value(sigmoid).dtype,
-    )
-
-
-def _laid_out(norm: Norm, shape: tuple) -> Node:
-    """What a norm was taken of, in the layout [..., streams * hidden]."""
-    for node in tensor_inputs(norm.applied):
-        leaf = source_of_shape(node, shape)
-        if leaf is not None:
-            return leaf
-    raise Declined(f"{norm.source.name} is not laid out as [..., streams * hidden]")
-
-
 def _shares_producer(left: Node, right: Node) -> bool:
     """Whether both come out of a matrix product of the same input."""
     products = [origin(left), origin(right)]
@@ -289,22 +305,7 @@ def _shares_producer(left: Node, right: Node) -> bool:
     return first is second
 
 
-def _norm_below(gated: Node) -> Norm:
-    stack = [gated]
-    for _ in range(8):
-        if not stack:
-            break
-        node = stack.pop(0)
-        for user in node.users:
-            norm = find_norm(user)
-            if norm is not None and norm.source is source(gated):
-                return norm
-            if calls(user, LAYOUT):
-                stack.append(user)
-    raise Declined("no norm over the gated value")
-
-
-def verify(gate: Gate) -> None:
+def _verify(gate: Gate) -> None:
     """Raise `Declined` unless the candidate computes the gate, rounding included."""
     roots = [*gate.gated, gate.normed]
     nodes = cone(roots, set(gate.leaves))
@@ -314,73 +315,88 @@ def verify(gate: Gate) -> None:
     interior = depends_on(nodes, {gate.key, gate.value, gate.hidden}) - set(roots)
     reader = outside_reader(interior, roots)
     if reader is not None:
-        raise Declined(f"{reader[0].name} inside the gate is read by {reader[1].name}")
+        raise Declined(f"{reader[0].name} inside the gate is read by {reader[1].name}", reader[1])
     try:
         assignments = probe.size_assignments([*gate.leaves, *nodes])
         for sizes in assignments:
             _probe_once(gate, nodes, sizes, 1.0, precise=True)
-        for scale in (1e-3, 1e-9, 30.0):
-            _probe_once(gate, nodes, assignments[0], scale, precise=True)
-            _probe_once(gate, nodes, assignments[0], scale, precise=False)
+        for precise in (True, False):
+            for scale in SCALES:
+                _probe_once(gate, nodes, assignments[0], scale, precise=precise)
     except (probe.Unprobeable, ValueError) as reason:
         raise Declined(str(reason)) from None
 
 
 def _resize(gate: Gate, nodes: list[Node]) -> probe.TokenResize | None:
     shape = value(gate.hidden).shape
-    if any(isinstance(s, torch.SymInt) for s in shape) or len(shape) not in (2, 3):
+    if any(isinstance(s, torch.SymInt) for s in shape) or len(gate.leading) not in (1, 2):
         return None
     if shape.numel() <= probe.MOST_VALUES:
         return None
-    before = tuple(int(s) for s in shape[:-1])
+    before = tuple(int(s) for s in shape[: len(gate.leading)])
     after = tuple(min(size, limit) for size, limit in zip(before, (2, 4) if len(before) == 2 else (8,)))
     leaves = {gate.key, gate.value, gate.hidden} | ({gate.mask} if gate.mask is not None else set())
     return probe.TokenResize(before, after, frozenset(depends_on(nodes, leaves) | leaves))
 
 
+def _samples(gate: Gate, shape: tuple[int, ...], *, precise: bool) -> int:
+    """How many inputs of this shape of the hidden state are run at once."""
+    if precise or value(gate.normed).dtype.itemsize >= 4:
+        return 2  # a zero dot product among them
+    gates = math.prod(shape) // gate.hidden_size
+    return max(2, min(-(-ROUNDED_GATES // max(gates, 1)), probe.MOST_VALUES // max(math.prod(shape), 1)))
+
+
+def _draw(gate: Gate, leaf: Node, shape: tuple[int, ...], scale: float, generator: torch.Generator) -> torch.Tensor:
+    if leaf is gate.mask:
+        return torch.rand(shape, generator=generator) > 0.3
+    if value(leaf).dim() == 0:
+        return torch.rand((), generator=generator, dtype=torch.float64) * 1e-5 + 1e-6
+    tensor = torch.randn(shape, generator=generator, dtype=torch.float64)
+    if leaf in gate.weights:
+        return tensor * 0.3 + (1.0 if gate.plain else 0.0)
+    if leaf in (gate.key, gate.value):
+        tensor = tensor * scale
+    if leaf is gate.hidden:
+        tensor = tensor * max(scale, 1e-3)  # a smaller one would leave no dot product above the bound
+    if leaf is gate.key and tensor.numel():
+        tensor.flatten(0, len(gate.leading))[-1] = 0
+    return tensor
+
+
 def _probe_once(gate: Gate, nodes: list[Node], sizes: dict, scale: float, *, precise: bool) -> None:
     generator = torch.Generator().manual_seed(int(scale * 1e10) % 2**31)
-    resize = _resize(gate, nodes)
+    empty = probe.Probe(sizes, precise=precise, resize=_resize(gate, nodes))
+    samples = _samples(gate, empty.shape(gate.hidden), precise=precise)
+    by_token = [leaf for leaf in gate.leaves if leaf in (gate.key, gate.value, gate.hidden, gate.mask)]
     drawn: dict[Node, torch.Tensor] = {}
-    shapes = probe.Probe(sizes, resize=resize)
     for leaf in gate.leaves:
-        dtype = value(leaf).dtype
-        shape = shapes.shape(leaf)
-        if leaf is gate.mask:
-            tensor = torch.rand(shape, generator=generator) > 0.3
-        elif value(leaf).dim() == 0:
-            tensor = torch.rand((), generator=generator, dtype=torch.float64) * 1e-5 + 1e-6
-        else:
-            tensor = torch.randn(shape, generator=generator, dtype=torch.float64)
-            if leaf in (gate.key, gate.value):
-                tensor = tensor * scale
-            if leaf is gate.key and tensor.numel() and shape[-2] > 1:
-                tensor[..., -1, :] = 0
-            if leaf in gate.weights:
-                tensor = tensor * 0.3
-        drawn[leaf] = tensor.to(dtype)
-    run = probe.Probe(sizes, precise=precise, resize=resize)
-    run.env = {leaf: tensor.to(run.dtype(tensor.dtype)) for leaf, tensor in drawn.items()}
-    run.run(nodes)
-    gated, normed = _expected(gate, run)
-    checks = [("gated value", root, gated) for root in gate.gated] + [("normed value", gate.normed, normed)]
-    for name, root, reference in checks:
-        if precise and not probe.close(run.env[root], reference):
-            raise Declined(f"the {name} at {root.name} differs from the PLE gate")
-        if not precise and not probe.same_rounding(run.env[root], reference):
-            raise Declined(f"the {name} at {root.name} rounds at other points than the PLE gate")
+        shape = (samples, *empty.shape(leaf)) if leaf in by_token else empty.shape(leaf)
+        drawn[leaf] = _draw(gate, leaf, shape, scale, generator).to(empty.dtype(value(leaf).dtype))
+
+    def run(*inputs: torch.Tensor) -> list[torch.Tensor]:
+        one = dataclasses.replace(empty, env={**drawn, **dict(zip(by_token, inputs))})
+        one.run(nodes)
+        return [one.env[node] for node in tensors]
+
+    tensors = [node for node in nodes if is_tensor(node)]
+    values = dict(zip(tensors, torch.func.vmap(run)(*(drawn[leaf] for leaf in by_token))))
+    expected = _expected(gate, {**drawn, **{leaf: drawn[leaf].flatten(0, 1) for leaf in by_token}}, empty)
+    same = probe.close if precise else probe.same_rounding
+    for stage, root in [*(("gated value", root) for root in gate.gated), ("normed value", gate.normed)]:
+        actual, wanted = values[root], expected[stage]
+        if not same(actual, wanted.reshape(actual.shape) if actual.numel() == wanted.numel() else wanted):
+            parting = where_they_part(nodes, values, expected, stage, same)
+            what = "differs from the PLE gate" if precise else "rounds at other points than the PLE gate"
+            agreed = parting.stage if precise else parting.stage + len(expected)
+            raise Declined(f"the {stage} at {root.name} {what}{parting.text}", parting.node, agreed)
 
 
-def _expected(gate: Gate, run: probe.Probe) -> tuple[torch.Tensor, torch.Tensor]:
-    leaf = run.env
-    values = [float(leaf[e]) if isinstance(e, Node) else e for e in gate.eps]
-    return torch.ops.ple.gate(
-        leaf[gate.key],
-        leaf[gate.value],
-        leaf[gate.hidden],
-        *(leaf[w].reshape(-1) for w in gate.weights),
-        leaf[gate.mask] if gate.mask is not None else None,
-        values,
-        [],
-        run.dtype(gate.gate_dtype),
-    )
+def _expected(gate: Gate, leaf: dict[Node, torch.Tensor], run: probe.Probe) -> dict[str, torch.Tensor]:
+    """The op's own intermediate results by name."""
+    key, hidden = (leaf[n].reshape(*leaf[gate.value].shape[:-1], gate.width) for n in (gate.key, gate.hidden))
+    key_weight, query_weight, conv_weight = (leaf[weight].reshape(-1) for weight in gate.weights)
+    weights = (key_weight, query_weight, conv_weight)
+    mask = leaf[gate.mask] if gate.mask is not None else None
+    eps = [float(leaf[e]) if isinstance(e, Node) else e for e in gate.eps]
+    return stages(key, leaf[gate.value], hidden, *weights, mask, eps, [], run.dtype(gate.gate_dtype), gate.plain)

@@ -58,10 +58,10 @@ def casts_up_or_keeps(node: Node) -> bool:
     return not (after.is_floating_point and after.itemsize == 1) and torch.promote_types(before, after) == after
 
 
-def producers(node: Node, through: set) -> Iterator[Node]:
+def producers(node: Node, through: set, *, lossy: bool = False) -> Iterator[Node]:
     """`node`, then what it was made of, one step at a time, while it is one of the ops in `through`."""
     yield node
-    while calls(node, through) and (node.target not in CASTS or casts_up_or_keeps(node)):
+    while calls(node, through) and (lossy or node.target not in CASTS or casts_up_or_keeps(node)):
         node = node.args[0]
         yield node
 
@@ -77,6 +77,15 @@ def origin(node: Node) -> Node:
     while calls(node, LAYOUT):
         node = node.args[0]
     return node
+
+
+def gathered(node: Node) -> tuple[Node, Node] | None:
+    """(table [R, *], ids) when `node` takes whole rows of a table by id, in any spelling."""
+    if calls(node, {aten.embedding.default}):
+        return node.args[0], node.args[1]
+    if calls(node, {aten.index.Tensor}) and len(node.args[1]) == 1 and node.args[1][0] is not None:
+        return node.args[0], node.args[1][0]
+    return None
 
 
 def dims(node: Node) -> tuple:
@@ -191,6 +200,14 @@ def size_node(graph: Graph, anchor: Node, tensor: Node, dim: int) -> int | Node:
         if isinstance(candidate, torch.SymInt) and upstream.fingerprint(candidate) == known:
             return node
     raise AssertionError(f"no node holds the size {size} of {tensor.format_node()}")
+
+
+def reshape_like(graph: Graph, anchor: Node, tensor: Node, like: Node) -> Node:
+    """`tensor` in the shape of `like`, inserted before `anchor`; itself where it has that shape."""
+    if dims(tensor) == dims(like):
+        return tensor
+    sizes = [size_node(graph, anchor, like, dim) for dim in range(value(like).dim())]
+    return insert(graph, anchor, aten.reshape.default, (tensor, sizes))
 
 
 def fake_value(node: Node) -> object:

@@ -24,6 +24,7 @@ from ple_compile.matching.graph import (
     cone,
     depends_on,
     dims,
+    gathered,
     is_pointwise,
     is_tensor,
     open_inputs,
@@ -85,7 +86,7 @@ def find_quantized_lookups(graph: Graph) -> list[tuple[Node, QuantizedLookup | D
 
 def _gathers_of_bytes(graph: Graph) -> list[tuple[Node, tuple[Node, Node]]]:
     """Gathers with (table, ids), those from tables of bytes first: an e4m3 gather may be the scales of one."""
-    gathers = [(node, _gathered(node)) for node in graph.nodes]
+    gathers = [(node, gathered(node)) for node in graph.nodes]
     rows = [(n, g) for n, g in gathers if g is not None and value(n).dtype in (E4M3, torch.uint8)]
     return sorted(rows, key=lambda item: value(item[0]).dtype == E4M3)
 
@@ -96,16 +97,6 @@ def _is_packed(table: Node, inside: list[Node]) -> bool:
     return (
         value(source(table, REINTERPRETS)).dtype == torch.uint8 and value(inside[0]).dtype != E4M3 and not reinterpreted
     )
-
-
-def _gathered(node: Node) -> tuple[Node, Node] | None:
-    """(table [R, *], ids) when `node` takes whole rows of a table by id, in any spelling."""
-    args: tuple[Any, ...] = node.args
-    if calls(node, {aten.embedding.default}):
-        return args[0], args[1]
-    if calls(node, {aten.index.Tensor}) and len(args[1]) == 1 and args[1][0] is not None:
-        return args[0], args[1][0]
-    return None
 
 
 def _same_ids(left: Node, right: Node) -> bool:
@@ -131,7 +122,7 @@ def _is_scale(node: Node, ids: Node) -> bool:
     """One value, or something made of rows gathered by the same ids and of such values."""
     if _is_single(node) or not open_inputs([node], set()):
         return True
-    gather = _gathered(node)
+    gather = gathered(node)
     if gather is not None:
         return _same_ids(gather[1], ids)
     made = is_pointwise(node) or calls(node, VIEWS | CASTS | REINTERPRETS)
@@ -144,7 +135,7 @@ def _scales(inside: list[Node]) -> list[Node]:
     stack = [n for node in inside[1:] for n in tensor_inputs(node) if n not in members]
     while stack:
         node = stack.pop(0)
-        if _gathered(node) is not None:
+        if gathered(node) is not None:
             found[node] = None
         elif _is_single(node):
             leaf = source(node, VIEWS)
@@ -193,7 +184,7 @@ def _assign_roles(gather: Node, table: Node, ids: Node, inside: list[Node], root
     needed = set(cone([root], {gather}))
     part = [gather, *(n for n in inside if n in needed)]
     scales, packed = _scales(part), _is_packed(table, inside)
-    rows_of = {n: found for n in scales if (found := _gathered(n)) is not None}
+    rows_of = {n: found for n in scales if (found := gathered(n)) is not None}
     single = [n for n in scales if n not in rows_of]
     products = [n for n in part if calls(n, {aten.mul.Tensor})]
     if (len(rows_of), len(single)) not in ([(1, 1)] if packed else [(1, 0), (0, 1)]):

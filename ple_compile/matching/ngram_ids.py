@@ -1,7 +1,8 @@
 """Find n-gram ids in a graph: remainders of an xor of products that become rows of an embedding.
 
 Roles come from data flow: under the remainder's divisor the one-dimensional leaf is `sizes`, under its dividend it is
-`multipliers`, any other is `offsets`. The tokens are the cut nearest the embedding that carries everything else.
+`multipliers`, any other is `offsets`. The tokens are the cut nearest the embedding that carries everything else. Where
+the ids are flattened or cast for the lookup, those before that are the ids.
 """
 
 from collections.abc import Iterator
@@ -12,26 +13,32 @@ from torch.fx import Graph, Node
 
 from ple_compile.matching import probe
 from ple_compile.matching.candidates import Declined
+from ple_compile.matching.difference import Parting, where_they_part
 from ple_compile.matching.graph import (
     CASTS,
     DEVICE_COPIES,
+    LAYOUT,
     aten,
     calls,
     cone,
     depends_on,
     dims,
+    gathered,
     is_tensor,
     open_inputs,
     outside_reader,
+    producers,
     value,
 )
 from ple_compile.ops.lookup import lookup
 from ple_compile.ops.mapped_lookup import mapped_lookup
+from ple_compile.ops.ngram_ids import stages
 from ple_compile.ops.sharded_lookup import sharded_lookup
 
 PROBE_POSITIONS = 1024
-LOOKUPS = {aten.embedding.default, lookup, mapped_lookup, sharded_lookup}
-REMAINDERS = {aten.remainder.Tensor}
+LOOKUPS = {lookup, mapped_lookup, sharded_lookup}
+REMAINDERS = {aten.remainder.Tensor, aten.fmod.Tensor, aten.div.Tensor_mode, aten.floor_divide.default}
+HASHES = {aten.remainder.Tensor, aten.bitwise_xor.Tensor}
 # Moving tokens about costs nothing; the cache update reads the same concatenation.
 COLUMNS = {aten.cat.default, aten.slice.Tensor, aten.constant_pad_nd.default}
 INTEGERS = {torch.int32, torch.int64}
@@ -54,23 +61,27 @@ class NgramIds:
         return self.multipliers, self.sizes, self.offsets
 
 
-def find_embeddings(graph: Graph) -> Iterator[tuple[Node, Node]]:
-    """(lookup node, ids node on the tokens' device) for every lookup whose ids come from a remainder."""
-    for node in [n for n in graph.nodes if calls(n, LOOKUPS)]:
-        ids = node.args[1]
-        while calls(ids, DEVICE_COPIES) and value(ids).dtype == value(ids.args[0]).dtype:
-            ids = ids.args[0]
-        if any(calls(n, REMAINDERS) and value(n).dtype in INTEGERS for n in cone([ids], set())):
-            yield node, ids
+def find_embeddings(graph: Graph) -> Iterator[tuple[Node, list[Node]]]:
+    """(lookup node, int64 ids on the tokens' device that it may look up) of every lookup of hashed ids.
+
+    Of ids that are [batch, sequence, heads] first, then of packed ones, [tokens, heads].
+    """
+    for node in list(graph.nodes):
+        table_and_ids = node.args[:2] if calls(node, LOOKUPS) else gathered(node)
+        if table_and_ids is None or value(table_and_ids[0]).dim() != 2:
+            continue
+        ids = list(producers(table_and_ids[1], LAYOUT | DEVICE_COPIES, lossy=True))
+        if any(calls(n, HASHES) and value(n).dtype in INTEGERS for n in cone(ids[-1:], set())):
+            found = {dim: n for n in ids for dim in (3, 2) if value(n).dim() == dim and value(n).dtype == torch.int64}
+            yield node, [found[dim] for dim in (3, 2) if dim in found]
 
 
 def match(ids: Node) -> NgramIds:
     """The roles behind `ids`, verified; raises `Declined` with the reason otherwise."""
     nodes = cone([ids], set())
     multipliers, sizes, offsets = _one_dimensional_leaves(ids, nodes)
-    if value(ids).dim() != 3:
-        raise Declined(f"{ids.name} is not [batch, sequence, heads]")
-    reason = f"{ids.name} differs from n-gram ids at every token cut"
+    partings: list[Parting] = []
+    reasons: list[str] = []
     for tokens, context in _token_cuts(ids, nodes):
         leaves = {tokens, multipliers, sizes, offsets} | ({context} if context is not None else set())
         if open_inputs([ids], leaves):
@@ -81,9 +92,13 @@ def match(ids: Node) -> NgramIds:
             try:
                 if _equals_reference(candidate, inside):
                     return _unread_inside(candidate, inside)
+                partings.append(_where_it_parts(candidate, inside))
             except (probe.Unprobeable, ValueError) as error:
-                reason = str(error)
-    raise Declined(reason)
+                reasons.append(str(error))
+    if partings:
+        furthest = max(partings, key=lambda parting: parting.stage)
+        raise Declined(f"{ids.name} differs from n-gram ids at every token cut{furthest.text}", furthest.node)
+    raise Declined(reasons[-1] if reasons else f"{ids.name} is no function of tokens and of three vectors alone")
 
 
 def _unread_inside(candidate: NgramIds, inside: list[Node]) -> NgramIds:
@@ -98,10 +113,12 @@ def _unread_inside(candidate: NgramIds, inside: list[Node]) -> NgramIds:
 def _one_dimensional_leaves(ids: Node, nodes: list[Node]) -> tuple[Node, Node, Node]:
     remainders = [n for n in nodes if calls(n, REMAINDERS)]
     divisors = _vectors([n.args[1] for n in remainders])
-    dividends = _vectors([n.args[0] for n in remainders])
+    dividends = _vectors([n.args[0] for n in remainders]) - divisors
     rest = _vectors([ids]) - divisors - dividends
     for role, found in (("sizes", divisors), ("multipliers", dividends), ("offsets", rest)):
-        if len(found) != 1:
+        if not found:
+            raise Declined(f"no one-dimensional tensor holds the {role}, which the op reads from one")
+        if len(found) > 1:
             raise Declined(f"{len(found)} one-dimensional tensors could be the {role}")
     return dividends.pop(), divisors.pop(), rest.pop()
 
@@ -137,25 +154,46 @@ def _eos_candidates(inside: list[Node]) -> list[int]:
     return list(dict.fromkeys([*probe.constants(compared), *probe.constants(inside)]))
 
 
-def _equals_reference(candidate: NgramIds, inside: list[Node]) -> bool:
-    leaves = [candidate.tokens] + ([candidate.context] if candidate.context is not None else [])
-    heads = value(candidate.sizes).shape[0]
-    orders = value(candidate.multipliers).shape[0] - 1
+def _leaves_and_tables(candidate: NgramIds) -> tuple[list[Node], torch.Generator, dict[Node, torch.Tensor]]:
+    """(leaves that hold tokens, where to draw from, drawn multipliers, sizes and offsets)"""
+    heads, orders = value(candidate.sizes).shape[0], value(candidate.multipliers).shape[0] - 1
     if isinstance(heads, torch.SymInt) or isinstance(orders, torch.SymInt) or orders < 1 or heads % orders:
-        return False
+        raise probe.Unprobeable(f"{heads} sizes are no whole number of heads for each of {orders} orders")
     generator = torch.Generator().manual_seed(0)
     shapes = {n: tuple(value(n).shape) for n in candidate.tables}
-    env = {
+    tables = {
         candidate.multipliers: torch.randint(1, 2**61, shapes[candidate.multipliers], generator=generator) * 2 + 1,
         candidate.sizes: torch.randint(900, 2**25, shapes[candidate.sizes], generator=generator),
         candidate.offsets: torch.randint(0, 2**40, shapes[candidate.offsets], generator=generator),
     }
+    leaves = [candidate.tokens] + ([candidate.context] if candidate.context is not None else [])
+    return leaves, generator, tables
+
+
+def _equals_reference(candidate: NgramIds, inside: list[Node]) -> bool:
+    leaves, generator, env = _leaves_and_tables(candidate)
     near = {c + d for c in probe.constants(inside) for d in (-1, 0, 1)}
     for sizes in probe.size_assignments([*leaves, *inside], leaves[1:]):
         drawn = _draw_tokens(candidate, leaves, sizes, near, generator)
         if not _matches(candidate, inside, sizes, env, drawn):
             return False
     return True
+
+
+def _where_it_parts(candidate: NgramIds, inside: list[Node]) -> Parting:
+    """The first node that differs from the op, on one batch of tokens."""
+    leaves, generator, env = _leaves_and_tables(candidate)
+    sizes = probe.size_assignments([*leaves, *inside], leaves[1:])[0]
+    drawn = _draw_tokens(candidate, leaves, sizes, {candidate.eos}, generator)
+    run = probe.Probe(sizes, env={**env, **{leaf: tokens[0] for leaf, tokens in drawn.items()}})
+    run.run(inside)
+    tokens, context = [*(run.env[leaf] for leaf in leaves), None][:2]
+    multipliers, head_sizes, offsets = (env[n] for n in candidate.tables)
+    expected = stages(tokens, context, multipliers, head_sizes, offsets, candidate.eos)
+    length = run.env[candidate.ids].shape[1]
+    # Some compute the context's positions too, and drop them at the end.
+    values = {n: t[:, -length:] if isinstance(t, torch.Tensor) and t.dim() > 1 else t for n, t in run.env.items()}
+    return where_they_part(inside, values, expected, "ids", torch.equal)
 
 
 def _draw_tokens(candidate: NgramIds, leaves: list[Node], sizes: dict, near: set[int], generator: torch.Generator):

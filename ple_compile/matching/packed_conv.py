@@ -37,7 +37,6 @@ from ple_compile.ops.packed_short_conv import columns_at, short_conv, store_colu
 
 COMPOSITIONS = 8  # of requests, at every size
 FEW_CHANNELS = 8
-SIZED = VIEWS | {aten.full.default}
 
 
 @dataclass(frozen=True)
@@ -240,34 +239,6 @@ def find_export(conv: PackedConv, readers: Iterable[Node]) -> tuple[Node, Node]:
     raise Declined(reason)
 
 
-@dataclass(frozen=True)
-class FewerChannels:
-    """Runs a cone that is parallel over channels with fewer of them: sizes that mention their number are replaced.
-
-    Nothing else mentions it unless it mixes channels, and then fails, or gives something else than the reference.
-    """
-
-    before: int
-    after: int
-
-    def shape(self, node: Node, shape: tuple[int, ...]) -> tuple[int, ...]:
-        if dims(node).count(self.before) != 1:
-            return shape
-        dim = dims(node).index(self.before)
-        return (*shape[:dim], self.after, *shape[dim + 1 :])
-
-    def run(self, node: Node, args: tuple, kwargs: dict) -> torch.Tensor | None:
-        if not calls(node, SIZED) or self.before not in dims(node):
-            return None
-        if dims(node).count(self.before) > 1:
-            raise probe.Unprobeable(f"{node.format_node()} has two sizes of {self.before}, the number of channels")
-        index = int(calls(node, VIEWS))
-        if len(args) <= index or not isinstance(args[index], (list, tuple)):
-            return None
-        size = [self.after if n == self.before else n for n in args[index]]
-        return node.target(*args[:index], size, *args[index + 1 :], **kwargs)
-
-
 def _compare(conv: PackedConv, root: Node, leaves: list[Node], expected, *, exact: bool) -> None:
     """Raise `Declined` unless `root` equals one of `expected` for batches of every composition, rounding included."""
     nodes = cone([root], set(leaves))
@@ -306,7 +277,7 @@ def _draw(conv: PackedConv, leaves: list[Node], sizes: dict, kind: int, precise:
     num_slots, _, window = plain.shape(state.pool)
     large = channels * max(num_tokens, num_slots * window) > probe.MOST_VALUES // 16
     count = FEW_CHANNELS if large and channels > FEW_CHANNELS else channels
-    resize = FewerChannels(channels, count) if count != channels else None
+    resize = probe.FewerChannels(channels, count) if count != channels else None
     if window < reach:
         raise probe.Unprobeable(f"a window of {window} columns does not hold a history of {reach}")
 

@@ -6,6 +6,7 @@ The anchor is a depthwise 1-D convolution with a dilation. Upwards, layout ops l
 downwards, everything computed from the convolution alone is its activation.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +14,7 @@ from torch.fx import Graph, Node
 
 from ple_compile.matching import probe
 from ple_compile.matching.candidates import Declined
+from ple_compile.matching.difference import where_they_part
 from ple_compile.matching.graph import (
     CASTS,
     VIEWS,
@@ -26,8 +28,10 @@ from ple_compile.matching.graph import (
     is_tensor,
     open_inputs,
     prims,
+    producers,
     value,
 )
+from ple_compile.ops.short_conv import stages
 
 # Elements of the widest probe tensor: PyTorch's depthwise convolution takes a second for 10,240 channels in float64.
 MOST_VALUES = 2**16
@@ -47,7 +51,10 @@ FILLS = {aten.full.default, aten.zeros.default}
 
 @dataclass(frozen=True)
 class ShortConv:
-    """A convolution candidate: leaves by role and the node it replaces ([batch, sequence, channels] or transposed)."""
+    """A convolution candidate: leaves by role and the node it replaces ([batch, sequence, channels] or transposed).
+
+    `convolution` is the sum of the taps, in whatever way it is computed.
+    """
 
     convolution: Node
     x: Node
@@ -65,56 +72,77 @@ class ShortConv:
 def find_short_convs(graph: Graph) -> list[tuple[Node, ShortConv | Declined]]:
     """Every depthwise 1-D convolution with a dilation, with its roles or why it has none."""
     found: list[tuple[Node, ShortConv | Declined]] = []
-    for node in graph.find_nodes(op="call_function", target=aten.convolution.default):
-        _, weight, _, _, _, dilation, transposed, _, groups = node.args
-        if transposed or len(dilation) != 1 or dilation[0] < 2 or groups != dims(weight)[0] or dims(weight)[1] != 1:
-            continue
-        try:
-            found.append((node, _assign_roles(node)))
-        except Declined as reason:
-            found.append((node, reason))
+    for node in graph.nodes:
+        if is_dilated(node):
+            try:
+                found.append((node, _assign_roles(node)))
+            except Declined as reason:
+                found.append((node, reason))
     return found
 
 
+def is_dilated(node: Node) -> bool:
+    """Whether `node` is a depthwise 1-D convolution with a dilation."""
+    if not calls(node, {aten.convolution.default}):
+        return False
+    _, weight, _, _, _, dilation, transposed, _, groups = node.args
+    depthwise = not transposed and groups == dims(weight)[0] and dims(weight)[1] == 1
+    return depthwise and len(dilation) == 1 and dilation[0] > 1
+
+
 def _assign_roles(node: Node) -> ShortConv:
-    sequence, weight, bias, stride, padding, dilation = node.args[:6]
+    weight, bias, stride, _, dilation = node.args[1:6]
     if bias is not None:
         raise Declined("the convolution has a bias")
     if list(stride) != [1]:
         raise Declined(f"the convolution has stride {stride[0]}")
-    x, state = _sequence_and_state(sequence)
     after = closure(node, lambda n: is_pointwise(n) or n.target in COLUMNS | VIEWS | CASTS)
     outputs = [n for n in after if any(u not in after for u in n.users)]
     if len(outputs) != 1:
         read = ", ".join(n.name for n in outputs)
         raise Declined(f"more than the activation is read of the convolution: {read}")
-    activated = outputs[0]
-    batch, length, channels = dims(x)
-    if dims(activated) == (batch, length, channels):
-        transposed = False
-    elif dims(activated) == (batch, channels, length):
-        transposed = True
-    else:
-        raise Declined(f"{activated.name} has another shape than the sequence")
-    return ShortConv(node, x, weight, state, dilation[0], activated, transposed)
+    sequences = _sequences_and_states(node)
+    for x, state in sequences:
+        batch, length, channels = dims(x)
+        for activated in producers(outputs[0], VIEWS):
+            if dims(activated) in ((batch, length, channels), (batch, channels, length)):
+                transposed = dims(activated) != (batch, length, channels)
+                return ShortConv(node, x, weight, state, dilation[0], activated, transposed)
+    if not sequences:
+        raise Declined("the convolution's input is not one [batch, sequence, channels] tensor and at most one state")
+    raise Declined(f"{outputs[0].name} has another shape than the sequence")
 
 
-def _sequence_and_state(node: Node) -> tuple[Node, Node | None]:
-    """The [batch, sequence, channels] input and the [batch, channels, window] state above a convolution."""
-    sequences: list[Node] = []
-    states: list[Node] = []
+def _sequences_and_states(convolution: Node) -> list[tuple[Node, Node | None]]:
+    """Readings of a convolution's input: a [batch, sequence, channels] tensor, and a state [batch, channels, window].
+
+    The sequence is what was transposed; or, where it was padded or joined to the state before, what it was then.
+    """
+    sequences, states = _through_columns(convolution.args[0])
+    if len(set(sequences)) != 1 or len(set(states)) > 1:
+        return []
+    readings = [(sequences[0], states[0] if states else None)]
+    if not states and calls(sequences[0], {aten.constant_pad_nd.default, aten.cat.default, aten.slice.Tensor}):
+        states, sequences = _through_columns(sequences[0], COLUMNS - CASTS)
+        if len(set(states)) <= 1 and len(set(sequences)) == 1:
+            readings.append((sequences[0], states[0] if states else None))
+    return readings
+
+
+def _through_columns(node: Node, through: set = COLUMNS) -> tuple[list[Node], list[Node]]:
+    """(what was transposed, everything else) that columns were moved from."""
+    transposed: list[Node] = []
+    others: list[Node] = []
     stack = [node]
     while stack:
         current = stack.pop()
         if calls(current, {aten.permute.default}) and list(current.args[1]) == [0, 2, 1]:
-            sequences.append(current.args[0])
-        elif calls(current, COLUMNS):
+            transposed.append(current.args[0])
+        elif calls(current, through):
             stack += [n for n in current.all_input_nodes if is_tensor(n)]
         elif not calls(current, FILLS):
-            states.append(current)
-    if len(set(sequences)) != 1 or len(set(states)) > 1:
-        raise Declined("the convolution's input is not one [batch, sequence, channels] tensor and at most one state")
-    return sequences[0], states[0] if states else None
+            others.append(current)
+    return transposed, others
 
 
 def find_state_writes(conv: ShortConv) -> tuple[list[Node], Node | None]:
@@ -137,32 +165,48 @@ def find_state_writes(conv: ShortConv) -> tuple[list[Node], Node | None]:
 
 def verify(conv: ShortConv) -> None:
     """Raise `Declined` unless the candidate computes the short convolution, rounding included."""
-    nodes = cone([conv.activated], set(conv.leaves))
+    verify_mathematics(conv)
+    verify_rounding(conv)
+
+
+def verify_mathematics(conv: ShortConv) -> None:
+    """Raise `Declined` unless the candidate computes the short convolution."""
     stray = open_inputs([conv.activated], set(conv.leaves))
     if stray:
         raise Declined(f"the convolution also reads {stray[0].name}")
+    _probe(conv, (1.0,), precise=True)
+
+
+def verify_rounding(conv: ShortConv) -> None:
+    """Raise `Declined` unless the candidate rounds where the op does."""
+    _probe(conv, (1.0, 20.0), precise=False)
+
+
+def _probe(conv: ShortConv, scales: Iterable[float], *, precise: bool) -> None:
+    nodes = cone([conv.activated], set(conv.leaves))
     try:
         assignments = probe.size_assignments([*conv.leaves, *nodes], conv.leaves[2:])
-        for sizes in assignments:
-            _probe_once(conv, nodes, sizes, 1.0, precise=True)
-        for scale in (1.0, 20.0):
-            _probe_once(conv, nodes, assignments[0], scale, precise=False)
+        for sizes in assignments if precise else assignments[:1]:
+            for scale in scales:
+                _probe_once(conv, nodes, sizes, scale, precise=precise)
     except (probe.Unprobeable, ValueError) as reason:
         raise Declined(str(reason)) from None
 
 
-def _resize(conv: ShortConv) -> probe.ChannelResize | None:
+def _resize(conv: ShortConv) -> probe.Resize | None:
     shape = value(conv.x).shape
     if isinstance(shape[2], torch.SymInt):
         raise Declined("the number of channels is symbolic")
     static = [s for s in shape if not isinstance(s, torch.SymInt)]
     if torch.Size(static).numel() * probe.LARGE_HINT <= MOST_VALUES:
         return None
+    if not calls(conv.convolution, {aten.convolution.default}):
+        return probe.FewerChannels(shape[2], min(shape[2], 8))
     channel_dims = {conv.x: 2, conv.weight: 0} | ({conv.state: 1} if conv.state is not None else {})
     return probe.ChannelResize(shape[2], min(shape[2], 8), channel_dims)
 
 
-def _draw(conv: ShortConv, sizes: dict, scale: float) -> tuple[probe.ChannelResize | None, dict[Node, torch.Tensor]]:
+def _draw(conv: ShortConv, sizes: dict, scale: float) -> tuple[probe.Resize | None, dict[Node, torch.Tensor]]:
     generator = torch.Generator().manual_seed(int(scale))
     resize = _resize(conv)
     shapes = probe.Probe(sizes, resize=resize)
@@ -180,13 +224,16 @@ def _probe_once(conv: ShortConv, nodes: list[Node], sizes: dict, scale: float, *
     leaf = dict(run.env)
     run.run(nodes)
     state = leaf[conv.state] if conv.state is not None else None
-    expected = torch.ops.ple.short_conv(leaf[conv.x], leaf[conv.weight], state, conv.dilation)
+    if leaf[conv.x].numel() == 0:
+        return
+    expected = stages(leaf[conv.x], leaf[conv.weight], state, conv.dilation)
     actual = run.env[conv.activated]
     actual = actual.transpose(1, 2) if conv.transposed else actual
-    if precise and not probe.close(actual, expected):
-        raise Declined(f"the activation at {conv.activated.name} differs from silu of a causal dilated convolution")
-    if not precise and not probe.same_rounding(actual, expected):
-        raise Declined(f"the activation at {conv.activated.name} rounds at other points than eager's")
+    same = probe.close if precise else probe.same_rounding
+    if not same(actual, expected["activation"]):
+        parting = where_they_part(nodes, run.env, expected, "activation", same)
+        what = "differs from silu of a causal dilated convolution" if precise else "rounds at other points than eager's"
+        raise Declined(f"the activation at {conv.activated.name} {what}{parting.text}", parting.node)
 
 
 def _is_state_write(conv: ShortConv, node: Node) -> bool:

@@ -92,6 +92,7 @@ def window_kernel(
     ADD_HIDDEN: tl.constexpr,
     FOLLOWS: tl.constexpr,
     GATED: tl.constexpr,
+    PLAIN: tl.constexpr,
     SUM: tl.constexpr,
 ):
     CONV: tl.constexpr = conv_weight_ptr.dtype.element_ty
@@ -144,7 +145,7 @@ def window_kernel(
         row = first + (k - BEFORE) * DILATION
         past_gate = tl.load(scalars_ptr + row, mask=row >= 0, other=0.0)
         past_scale = tl.load(scalars_ptr + num_tokens * STREAMS + row, mask=row >= 0, other=0.0)
-        gated, normed = gated_and_normed(cast(past_gate, GATED), past_scale, values[k], norm_weight, GATED)
+        gated, normed = gated_and_normed(cast(past_gate, GATED), past_scale, values[k], norm_weight, GATED, PLAIN)
         if mask_ptr is not None:
             mask = load_mask(mask_ptr + row.to(tl.int64) * mask_row, row >= 0, GATED)
             normed = mul_rounded(normed, mask, GATED)
@@ -168,7 +169,9 @@ def window_kernel(
         next_gate, next_scale = load_scalars(scalars_ptr, num_tokens * STREAMS, STEPS, DILATION)
         for step in tl.static_range(STEPS):
             row = first + step * DILATION
-            gated, normed = gated_and_normed(cast(gate[step], GATED), scale[step], value[step], norm_weight, GATED)
+            gated, normed = gated_and_normed(
+                cast(gate[step], GATED), scale[step], value[step], norm_weight, GATED, PLAIN
+            )
             if mask_ptr is not None:
                 mask = load_mask(mask_ptr + row.to(tl.int64) * mask_row, row < seq, GATED)
                 gated, normed = mul_rounded(gated, mask, GATED), mul_rounded(normed, mask, GATED)
@@ -212,6 +215,7 @@ def state_kernel(
     COLUMNS: tl.constexpr,
     BLOCK: tl.constexpr,
     GATED: tl.constexpr,
+    PLAIN: tl.constexpr,
 ):
     BLOCKS: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK
     within = (tl.program_id(0) % BLOCKS) * BLOCK + tl.arange(0, BLOCK)[:, None]
@@ -230,7 +234,7 @@ def state_kernel(
     scale = tl.load(scalars_ptr + num_tokens * STREAMS + row, mask=(row >= 0) & (column < WINDOW), other=0.0)
     value = tl.load(value_ptr + batch * value_batch + row * value_row + within, mask=recent, other=0.0)
     weight = tl.load(norm_weight_ptr + channels, mask=within < WIDTH, other=0.0)
-    gated, normed = gated_and_normed(cast(gate, GATED), scale, value, weight, GATED)
+    gated, normed = gated_and_normed(cast(gate, GATED), scale, value, weight, GATED, PLAIN)
     if mask_ptr is not None:
         mask = load_mask(mask_ptr + batch * mask_batch + row * mask_row, (row >= 0) & (column < WINDOW), GATED)
         normed = mul_rounded(normed, mask, GATED)
@@ -296,6 +300,7 @@ def few_tokens_kernel(
     PRODUCT: tl.constexpr,
     GATE: tl.constexpr,
     GATED: tl.constexpr,
+    PLAIN: tl.constexpr,
     SUM: tl.constexpr,
 ):
     CONV: tl.constexpr = conv_weight_ptr.dtype.element_ty
@@ -360,7 +365,7 @@ def few_tokens_kernel(
         query_weight = load_vector(query_weight_ptr + channel, offsets, WIDTH)
         gates, scales = gate_scalars(
             key, query, value, key_weight, query_weight, key_eps, query_eps, conv_eps, inverse_root,
-            WIDTH, PRODUCT, GATE, GATED,
+            WIDTH, PRODUCT, GATE, GATED, PLAIN,
         )  # fmt: skip
         gates = tl.reshape(gates.to(tl.float32), (ROWS,))
         scales = tl.reshape(scales, (ROWS,))
@@ -372,7 +377,7 @@ def few_tokens_kernel(
             this = back == KERNEL - 1 - k
             gate = tl.sum(tl.where(this, gates, 0.0), 0)
             scale = tl.sum(tl.where(this, scales, 0.0), 0)
-            gated, normed = gated_and_normed(cast(gate, GATED), scale, values[k], norm_weight, GATED)
+            gated, normed = gated_and_normed(cast(gate, GATED), scale, values[k], norm_weight, GATED, PLAIN)
             if mask_ptr is not None:
                 mask = load_mask(mask_ptr + source * mask_row, source >= 0, GATED)
                 gated, normed = mul_rounded(gated, mask, GATED), mul_rounded(normed, mask, GATED)

@@ -73,6 +73,7 @@ def window_kernel(
     ADD_HIDDEN: tl.constexpr,
     FOLLOWS: tl.constexpr,
     GATED: tl.constexpr,
+    PLAIN: tl.constexpr,
 ):
     OUT: tl.constexpr = out_ptr.dtype.element_ty
     BEFORE: tl.constexpr = KERNEL - 1
@@ -126,7 +127,7 @@ def window_kernel(
         row = first + (k - BEFORE) * DILATION
         past_gate = tl.load(scalars_ptr + row, mask=row >= start, other=0.0)
         past_scale = tl.load(scalars_ptr + num_tokens * STREAMS + row, mask=row >= start, other=0.0)
-        gated, normed = gated_and_normed(cast(past_gate, GATED), past_scale, values[k], norm_weight, GATED)
+        gated, normed = gated_and_normed(cast(past_gate, GATED), past_scale, values[k], norm_weight, GATED, PLAIN)
         window += (tl.where(row >= start, to_float32(normed), to_float32(pasts[k])),)
 
     # STEPS tokens at a time, while the inputs of the next ones arrive. `scalars` has room for the steps past the end.
@@ -158,7 +159,9 @@ def window_kernel(
                     source = (column + k * DILATION + row - start).to(tl.int64)
                     past = tl.load(pool_ptr + slot * pool_slot + source * pool_column, mask=reads, other=0.0)
                     window += (to_float32(past),)
-            gated, normed = gated_and_normed(cast(gate[step], GATED), scale[step], value[step], norm_weight, GATED)
+            gated, normed = gated_and_normed(
+                cast(gate[step], GATED), scale[step], value[step], norm_weight, GATED, PLAIN
+            )
             tap = to_float32(normed)
             total = tap * taps[BEFORE]
             for k in tl.static_range(BEFORE):
@@ -207,6 +210,7 @@ def columns_kernel(
     BLOCK: tl.constexpr,
     REQUESTS: tl.constexpr,
     GATED: tl.constexpr,
+    PLAIN: tl.constexpr,
 ):
     BLOCKS: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK
     within = (tl.program_id(0) % BLOCKS) * BLOCK + tl.arange(0, BLOCK)[:, None]
@@ -244,7 +248,7 @@ def columns_kernel(
         scale = tl.load(scalars_ptr + num_tokens * STREAMS + row, mask=new, other=0.0)
         value = tl.load(value_ptr + (start + row) * value_row + within, mask=inside & (row >= 0), other=0.0)
         weight = tl.load(norm_weight_ptr + channels, mask=within < WIDTH, other=0.0)
-        gated, normed = gated_and_normed(cast(gate, GATED), scale, value, weight, GATED)
+        gated, normed = gated_and_normed(cast(gate, GATED), scale, value, weight, GATED, PLAIN)
         past = tl.load(
             pool_ptr + slot * pool_slot + channels * pool_channel + (first_column + source).to(tl.int64) * pool_column,
             mask=when(has != 0, inside & (row < 0)),
@@ -330,6 +334,7 @@ def decode_kernel(
     PRODUCT: tl.constexpr,
     GATE: tl.constexpr,
     GATED: tl.constexpr,
+    PLAIN: tl.constexpr,
 ):
     OUT: tl.constexpr = out_ptr.dtype.element_ty
     REACH: tl.constexpr = (KERNEL - 1) * DILATION
@@ -394,14 +399,14 @@ def decode_kernel(
             query_weight = load_vector(query_weight_ptr + channel, offsets, WIDTH)
             gates, scales = gate_scalars(
                 key, query, values, key_weight, query_weight, key_eps, query_eps, conv_eps, inverse_root,
-                WIDTH, PRODUCT, GATE, GATED,
+                WIDTH, PRODUCT, GATE, GATED, PLAIN,
             )  # fmt: skip
             gate = tl.sum(tl.reshape(gates.to(tl.float32), (1,)), 0)
             scale = tl.sum(tl.reshape(scales, (1,)), 0)
             tl.store(gate_ptr + row, gate)
             tl.store(scale_ptr + row, scale)
             tl.debug_barrier()  # later tokens read these
-        gated, normed = gated_and_normed(cast(gate, GATED), scale, value, norm_weight, GATED)
+        gated, normed = gated_and_normed(cast(gate, GATED), scale, value, norm_weight, GATED, PLAIN)
 
         total = to_float32(normed) * taps[KERNEL - 1]
         for k in tl.static_range(KERNEL - 1):
@@ -410,7 +415,7 @@ def decode_kernel(
                 earlier = row - (KERNEL - 1 - k) * DILATION
                 past_value = tl.load(value_ptr + earlier * value_row + within, mask=inside, other=0.0)
                 past_gate, past_scale = tl.load(gate_ptr + earlier), tl.load(scale_ptr + earlier)
-                _, recent = gated_and_normed(cast(past_gate, GATED), past_scale, past_value, norm_weight, GATED)
+                _, recent = gated_and_normed(cast(past_gate, GATED), past_scale, past_value, norm_weight, GATED, PLAIN)
                 tap = to_float32(recent)
             total += tap * taps[k]
         total = tl.where(tl.where(own, slot, 0) != 0, total, 0.0)
@@ -447,7 +452,7 @@ def decode_kernel(
                 )
                 past_gate = tl.load(gate_ptr + row, mask=source >= REACH, other=0.0)
                 past_scale = tl.load(scale_ptr + row, mask=source >= REACH, other=0.0)
-                _, recent = gated_and_normed(cast(past_gate, GATED), past_scale, past_value, norm_weight, GATED)
+                _, recent = gated_and_normed(cast(past_gate, GATED), past_scale, past_value, norm_weight, GATED, PLAIN)
                 column_of = tl.where(old, past, recent.to(past.dtype))
                 tl.debug_barrier()
                 tl.store(pool_ptr + j * pool_column, column_of, mask=inside)

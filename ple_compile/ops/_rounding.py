@@ -97,9 +97,15 @@ def add_rounded(a, b, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def times_one_plus(x, weight):
-    """x * (1 + weight) in float32, in one instruction: 1 + w is exact there for all but tiny 16-bit w."""
-    return tl.fma(x, weight, x)
+def weighted(x, weight, PLAIN: tl.constexpr):
+    """x * weight (PLAIN), or x * (1 + weight), in float32.
+
+    The latter in one instruction: 1 + w is exact there for all but tiny 16-bit w.
+    """
+    if PLAIN:
+        return x * weight
+    else:
+        return tl.fma(x, weight, x)
 
 
 @triton.jit

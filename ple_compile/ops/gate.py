@@ -4,7 +4,7 @@
     kn = norm(key, norm_key_weight)        qn = norm(hidden, norm_query_weight)          norm: per group of H channels
     d = sum(kn * qn over H) / sqrt(H)      g = sigmoid(sqrt(max(|d|, 1e-6)) * sign(d))   one per token and stream
     gated = g * value * mask               normed = norm(g * value, norm_conv_weight) * mask
-    norm(x, w) = x * rsqrt(mean(x ** 2) + eps) * (1 + w)
+    norm(x, w) = x * rsqrt(mean(x ** 2) + eps) * (1 + w)                                 with `plain` times w itself
 
 key, hidden, gated and normed are [..., streams * H], value [..., H] (shared by the streams), mask [...] or None.
 Rounds where eager rounds: norms compute in float32 and round to their input's dtype, kn * qn to the promotion of key
@@ -15,6 +15,7 @@ scalars per token and stream) 2 * streams * H + H.
 """
 
 import math
+from typing import Any
 
 import torch
 import triton
@@ -22,24 +23,25 @@ import triton.language as tl
 from torch import Tensor
 
 from ple_compile.ops._library import define
-from ple_compile.ops._rounding import TRITON_DTYPE, cast, mul_rounded, round_to, times_one_plus, to_float32
+from ple_compile.ops._rounding import TRITON_DTYPE, cast, mul_rounded, round_to, to_float32, weighted
 from ple_compile.ops._sums import lane_sums
 from ple_compile.ops._tiles import load_rows, load_vector, row_offsets, row_parts, vector_size
 
 
-def rms_norm(x: Tensor, weight: Tensor, width: int, eps: float) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, width: int, eps: float, plain: bool) -> Tensor:
     """Grouped RMS norm in float32 (float64 for float64), rounded back to x's dtype."""
     compute = x if x.dtype == torch.float64 else x.float()
     groups = compute.unflatten(-1, (x.shape[-1] // width, width))
     groups = groups * torch.rsqrt(groups.pow(2).mean(-1, keepdim=True) + eps)
-    return (groups.flatten(-2) * (1.0 + weight.to(compute.dtype))).type_as(x)
+    scale = weight.to(compute.dtype)
+    return (groups.flatten(-2) * (scale if plain else 1.0 + scale)).type_as(x)
 
 
 def apply_mask(x: Tensor, mask: Tensor | None) -> Tensor:
     return x if mask is None else (x * mask[..., None]).to(x.dtype)
 
 
-def reference(
+def stages(
     key: Tensor,
     value: Tensor,
     hidden: Tensor,
@@ -50,18 +52,42 @@ def reference(
     eps: list[float],
     eps_tensors: list[Tensor],
     gate_dtype: torch.dtype,
-) -> tuple[Tensor, Tensor]:
+    plain: bool = False,
+) -> dict[str, Tensor]:
+    """Every intermediate result by name, in the order in which they are computed."""
     check(key, value, hidden, (norm_key_weight, norm_query_weight, norm_conv_weight))
     key_eps, query_eps, conv_eps = epsilons(eps, eps_tensors)
     width = value.shape[-1]
     streams = (key.shape[-1] // width, width)
-    key_normed = rms_norm(key, norm_key_weight, width, key_eps).unflatten(-1, streams)
-    query_normed = rms_norm(hidden, norm_query_weight, width, query_eps).unflatten(-1, streams)
+    key_normed = rms_norm(key, norm_key_weight, width, key_eps, plain).unflatten(-1, streams)
+    query_normed = rms_norm(hidden, norm_query_weight, width, query_eps, plain).unflatten(-1, streams)
     dot = (key_normed * query_normed).sum(dim=-1, keepdim=True, dtype=gate_dtype) / math.sqrt(width)
-    scores = dot.abs().clamp_min(1e-6).sqrt() * dot.sign()
-    gated = (torch.sigmoid(scores) * value.unsqueeze(-2)).flatten(-2)
-    normed = rms_norm(gated, norm_conv_weight, width, conv_eps)
-    return apply_mask(gated, mask).contiguous(), apply_mask(normed, mask).contiguous()
+    magnitude = dot.abs()
+    bounded = magnitude.clamp_min(1e-6)
+    root = bounded.sqrt()
+    scores = root * dot.sign()
+    opening = torch.sigmoid(scores)
+    product = (opening * value.unsqueeze(-2)).flatten(-2)
+    normed = rms_norm(product, norm_conv_weight, width, conv_eps, plain)
+    return {
+        "key's norm": key_normed,
+        "query's norm": query_normed,
+        "dot product": dot,
+        "magnitude": magnitude,
+        "bounded magnitude": bounded,
+        "root": root,
+        "signed root": scores,
+        "sigmoid": opening,
+        "product with the value": product,
+        "gated value": apply_mask(product, mask).contiguous(),
+        "norm of the product": normed,
+        "normed value": apply_mask(normed, mask).contiguous(),
+    }
+
+
+def reference(*args: Any) -> tuple[Tensor, Tensor]:
+    found = stages(*args)
+    return found["gated value"], found["normed value"]
 
 
 @triton.jit
@@ -83,14 +109,14 @@ def norm_scales(key, query, key_eps, query_eps, WIDTH: tl.constexpr):
 @triton.jit
 def gate_of_normed(
     key, query, value, key_weight, query_weight, key_scale, query_scale, conv_eps, inverse_root,
-    WIDTH: tl.constexpr, PRODUCT: tl.constexpr, GATE: tl.constexpr, GATED: tl.constexpr,
+    WIDTH: tl.constexpr, PRODUCT: tl.constexpr, GATE: tl.constexpr, GATED: tl.constexpr, PLAIN: tl.constexpr,
 ):  # fmt: skip
     """Per row: g (in GATED) and the reciprocal root mean square of the unmasked gated value, [1, rows, 1] each."""
     # The dot product of the normed rows; each product is rounded before it is summed.
     products = ()
     for p in tl.static_range(len(key)):
-        kn = times_one_plus(to_float32(key[p]) * key_scale, to_float32(key_weight[p]))
-        qn = times_one_plus(to_float32(query[p]) * query_scale, to_float32(query_weight[p]))
+        kn = weighted(to_float32(key[p]) * key_scale, to_float32(key_weight[p]), PLAIN)
+        qn = weighted(to_float32(query[p]) * query_scale, to_float32(query_weight[p]), PLAIN)
         products += (mul_rounded(cast(kn, key[p].dtype), cast(qn, query[p].dtype), PRODUCT),)
     dot = round_to(tl.sum(lane_sums(products, SQUARES=False), 0), GATE)
 
@@ -112,21 +138,24 @@ def gate_of_normed(
 @triton.jit
 def gate_scalars(
     key, query, value, key_weight, query_weight, key_eps, query_eps, conv_eps, inverse_root,
-    WIDTH: tl.constexpr, PRODUCT: tl.constexpr, GATE: tl.constexpr, GATED: tl.constexpr,
+    WIDTH: tl.constexpr, PRODUCT: tl.constexpr, GATE: tl.constexpr, GATED: tl.constexpr, PLAIN: tl.constexpr,
 ):  # fmt: skip
     """g and the conv norm's scale (see gate_of_normed) of the rows of key, query and value."""
     key_scale, query_scale = norm_scales(key, query, key_eps, query_eps, WIDTH)
     return gate_of_normed(
         key, query, value, key_weight, query_weight, key_scale, query_scale, conv_eps, inverse_root,
-        WIDTH, PRODUCT, GATE, GATED,
+        WIDTH, PRODUCT, GATE, GATED, PLAIN,
     )  # fmt: skip
 
 
 @triton.jit
-def gated_and_normed(gate, scale, value, conv_weight, DTYPE: tl.constexpr):
-    """gated = round(g * value) and normed = round(gated * scale * (1 + w)), unmasked."""
+def gated_and_normed(gate, scale, value, conv_weight, DTYPE: tl.constexpr, PLAIN: tl.constexpr):
+    """gated = round(g * value) and normed = round(gated * scale * (1 + w)) (PLAIN: * w), unmasked."""
     gated = mul_rounded(gate, cast(value, DTYPE), DTYPE)
-    normed = (to_float32(gated) * scale) * (1.0 + to_float32(conv_weight))
+    weight = to_float32(conv_weight)
+    if not PLAIN:
+        weight = 1.0 + weight
+    normed = (to_float32(gated) * scale) * weight
     return gated, cast(normed, DTYPE)
 
 
@@ -183,6 +212,7 @@ def gate_kernel(
     PRODUCT: tl.constexpr,
     GATE: tl.constexpr,
     GATED: tl.constexpr,
+    PLAIN: tl.constexpr,
     FULL: tl.constexpr,
     LEADS: tl.constexpr,
 ):
@@ -213,14 +243,14 @@ def gate_kernel(
     query_weight = load_vector(query_weight_ptr + channel, offsets, WIDTH)
     gate, scale = gate_of_normed(
         key, query, value, key_weight, query_weight, key_scale, query_scale, conv_eps, inverse_root,
-        WIDTH, PRODUCT, GATE, GATED,
+        WIDTH, PRODUCT, GATE, GATED, PLAIN,
     )  # fmt: skip
 
     if FULL:
         conv_weight = load_vector(conv_weight_ptr + channel, offsets, WIDTH)
         out_rows = token.to(tl.int64)[None, :, None] * (STREAMS * WIDTH) + channel
         for p in tl.static_range(len(PARTS)):
-            gated, normed = gated_and_normed(gate, scale, value[p], conv_weight[p], GATED)
+            gated, normed = gated_and_normed(gate, scale, value[p], conv_weight[p], GATED, PLAIN)
             if mask_ptr is not None:
                 mask = load_mask(mask_ptr + batch * mask_batch + position * mask_row, inside, GATED)[None, :, None]
                 gated, normed = mul_rounded(gated, mask, GATED), mul_rounded(normed, mask, GATED)
@@ -281,14 +311,15 @@ def launch(
     eps: list[float],
     eps_tensors: list[Tensor],
     gate_dtype: torch.dtype,
+    plain: bool = False,
 ) -> tuple[Tensor, Tensor]:
     args = (key, value, hidden, norm_key_weight, norm_query_weight, norm_conv_weight)
     if not computes(*args, mask) or gate_dtype == torch.float64:
-        return reference(*args, mask, eps, eps_tensors, gate_dtype)
+        return reference(*args, mask, eps, eps_tensors, gate_dtype, plain)
     check(key, value, hidden, args[3:])
     gated = torch.empty(key.shape, dtype=torch.promote_types(gate_dtype, value.dtype), device=key.device)
     normed = torch.empty_like(gated)
-    launch_gate(*args, mask, epsilons(eps, eps_tensors), gate_dtype, gated=gated, normed=normed)
+    launch_gate(*args, mask, epsilons(eps, eps_tensors), gate_dtype, plain, gated=gated, normed=normed)
     return gated, normed
 
 
@@ -302,6 +333,7 @@ def launch_gate(
     mask: Tensor | None,
     eps: list[float],
     gate_dtype: torch.dtype,
+    plain: bool = False,
     *,
     gated: Tensor | None = None,
     normed: Tensor | None = None,
@@ -353,6 +385,7 @@ def launch_gate(
         LANES=32 * num_warps,
         PARTS=row_parts(width, 32 * num_warps, vector),
         ROWS=rows,
+        PLAIN=plain,
         FULL=scalars is None,
         LEADS=leads,
         num_warps=num_warps,
@@ -377,6 +410,7 @@ def fake(
     eps: list[float],
     eps_tensors: list[Tensor],
     gate_dtype: torch.dtype,
+    plain: bool = False,
 ) -> tuple[Tensor, Tensor]:
     dtype = torch.promote_types(gate_dtype, value.dtype)
     return key.new_empty(key.shape, dtype=dtype), key.new_empty(key.shape, dtype=dtype)
@@ -384,8 +418,8 @@ def fake(
 
 gate = define(
     "gate(Tensor key, Tensor value, Tensor hidden, Tensor norm_key_weight, Tensor norm_query_weight, "
-    "Tensor norm_conv_weight, Tensor? mask, float[] eps, Tensor[] eps_tensors, ScalarType gate_dtype) "
-    "-> (Tensor gated, Tensor normed)",
+    "Tensor norm_conv_weight, Tensor? mask, float[] eps, Tensor[] eps_tensors, ScalarType gate_dtype, "
+    "bool plain=False) -> (Tensor gated, Tensor normed)",
     cpu=reference,
     cuda=launch,
     fake=fake,

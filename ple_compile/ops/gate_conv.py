@@ -70,6 +70,7 @@ class Inputs(NamedTuple):
     gate_dtype: torch.dtype
     dilation: int
     add_hidden: bool
+    plain: bool = False
 
     @property
     def gated_dtype(self) -> torch.dtype:
@@ -85,7 +86,9 @@ class Inputs(NamedTuple):
 
 
 def reference_with_normed(inputs: Inputs) -> tuple[Tensor, Tensor]:
-    gated, normed = gate_op.reference(*inputs[:6], inputs.mask, inputs.eps, inputs.eps_tensors, inputs.gate_dtype)
+    gated, normed = gate_op.reference(
+        *inputs[:6], inputs.mask, inputs.eps, inputs.eps_tensors, inputs.gate_dtype, inputs.plain
+    )
     out = gated + short_conv_op.reference(normed, inputs.conv_weight, inputs.state, inputs.dilation)
     return (inputs.hidden + out if inputs.add_hidden else out), normed
 
@@ -185,7 +188,7 @@ def empty_scalars(inputs: Inputs, tuning: Tuning) -> Tensor:
 
 def launch_scalars(inputs: Inputs, scalars: Tensor, tuning: Tuning) -> None:
     gate_op.launch_gate(
-        *inputs[:6], inputs.mask, gate_op.epsilons(inputs.eps, inputs.eps_tensors), inputs.gate_dtype,
+        *inputs[:6], inputs.mask, gate_op.epsilons(inputs.eps, inputs.eps_tensors), inputs.gate_dtype, inputs.plain,
         scalars=scalars, rows=tuning.gate_rows, num_warps=tuning.gate_warps, max_registers=tuning.gate_registers,
         leads=depends(scalars.device, tuning),
     )  # fmt: skip
@@ -253,6 +256,7 @@ def launch_few_tokens(
         GIVEN=given,
         FOLLOWS=follows,
         SUM=TRITON_DTYPE[inputs.sum_dtype],
+        PLAIN=inputs.plain,
         num_warps=num_warps,
         launch_pdl=follows,
         **gate_op.dtypes(key, value, hidden, inputs.gate_dtype),
@@ -294,6 +298,7 @@ def launch_window(inputs: Inputs, out: Tensor, scalars: Tensor, tuning: Tuning) 
         ADD_HIDDEN=inputs.add_hidden,
         FOLLOWS=follows,
         GATED=TRITON_DTYPE[inputs.gated_dtype],
+        PLAIN=inputs.plain,
         SUM=TRITON_DTYPE[inputs.sum_dtype],
         num_warps=max(1, block // (32 * tuning.conv_vector)),
         launch_pdl=follows,
@@ -340,6 +345,7 @@ def launch_state(inputs: Inputs, new_state: Tensor, scalars: Tensor) -> None:
         COLUMNS=triton.next_power_of_2(window),
         BLOCK=block,
         GATED=TRITON_DTYPE[inputs.gated_dtype],
+        PLAIN=inputs.plain,
         num_warps=4,
     )
 
@@ -372,7 +378,7 @@ def fake_update(*args) -> tuple[Tensor, Tensor]:
 SHARED = (
     "Tensor key, Tensor value, Tensor hidden, Tensor norm_key_weight, Tensor norm_query_weight, "
     "Tensor norm_conv_weight, Tensor conv_weight, Tensor? mask, {state}, float[] eps, Tensor[] eps_tensors, "
-    "ScalarType gate_dtype, int dilation, bool add_hidden"
+    "ScalarType gate_dtype, int dilation, bool add_hidden, bool plain"
 )
 
 gate_conv = define(

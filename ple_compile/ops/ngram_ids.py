@@ -22,9 +22,10 @@ from ple_compile.ops._library import define
 from ple_compile.tuning.table import chosen
 
 
-def reference(
+def stages(
     tokens: Tensor, context: Tensor | None, multipliers: Tensor, sizes: Tensor, offsets: Tensor, eos: int
-) -> Tensor:
+) -> dict[str, Tensor]:
+    """Every intermediate result by name, in the order in which they are computed."""
     _check(tokens, context, multipliers, sizes, offsets)
     batch, seq = tokens.shape
     ngram, heads = multipliers.numel(), sizes.numel() // (multipliers.numel() - 1)
@@ -32,16 +33,26 @@ def reference(
     history = torch.cat([history.new_full((batch, ngram - 1), eos), history], dim=1)
     end = history.shape[1]
 
+    found: dict[str, Tensor] = {}
     mixed = history[:, end - seq :] * multipliers[0]
     hidden = torch.zeros_like(mixed, dtype=torch.bool)
     orders = []
     for shift in range(1, ngram):
         shifted = history[:, end - seq - shift : end - shift]
         hidden = hidden | (shifted == eos)
-        mixed = mixed ^ (shifted.masked_fill(hidden, eos) * multipliers[shift])
+        window = shifted.masked_fill(hidden, eos)
+        mixed = mixed ^ (window * multipliers[shift])
         order = slice((shift - 1) * heads, shift * heads)
         orders.append(torch.remainder(mixed[..., None], sizes[order]) + offsets[order])
-    return torch.cat(orders, dim=-1)
+        found |= {f"token {shift} back": shifted, f"token {shift} back, EOS hiding what is older": window}
+        found |= {f"hash of {shift + 1} tokens": mixed, f"rows of {shift + 1} tokens": orders[-1]}
+    return {**found, "ids": torch.cat(orders, dim=-1)}
+
+
+def reference(
+    tokens: Tensor, context: Tensor | None, multipliers: Tensor, sizes: Tensor, offsets: Tensor, eos: int
+) -> Tensor:
+    return stages(tokens, context, multipliers, sizes, offsets, eos)["ids"]
 
 
 @triton.jit(

@@ -62,6 +62,7 @@ class Inputs(NamedTuple):
     gate_dtype: torch.dtype
     dilation: int
     add_hidden: bool
+    plain: bool = False
 
     @property
     def requests(self) -> Requests:
@@ -89,7 +90,9 @@ def reference(*args) -> tuple[Tensor, Tensor]:
     check(inputs)
     if inputs.key.shape[0] == 0:
         return fake(*args)[0], inputs.new_export().zero_()
-    gated, normed = gate_op.reference(*inputs[:6], None, inputs.eps, inputs.eps_tensors, inputs.gate_dtype)
+    gated, normed = gate_op.reference(
+        *inputs[:6], None, inputs.eps, inputs.eps_tensors, inputs.gate_dtype, inputs.plain
+    )
     out = gated + conv_op.short_conv(normed, inputs.conv_weight, inputs.pool, inputs.requests, inputs.dilation)
     exported = inputs.new_export()
     if inputs.boundaries is not None:
@@ -135,8 +138,8 @@ def run(inputs: Inputs, tuning: Tuning) -> tuple[Tensor, Tensor]:
 
 def launch_scalars(inputs: Inputs, scalars: Tensor, tuning: Tuning) -> None:
     gate_op.launch_gate(
-        *inputs[:6], None, gate_op.epsilons(inputs.eps, inputs.eps_tensors), inputs.gate_dtype, scalars=scalars,
-        rows=tuning.gate_rows, num_warps=tuning.gate_warps, max_registers=tuning.gate_registers,
+        *inputs[:6], None, gate_op.epsilons(inputs.eps, inputs.eps_tensors), inputs.gate_dtype, inputs.plain,
+        scalars=scalars, rows=tuning.gate_rows, num_warps=tuning.gate_warps, max_registers=tuning.gate_registers,
         leads=depends(scalars.device, tuning),
     )  # fmt: skip
 
@@ -181,6 +184,7 @@ def launch_decode(inputs: Inputs, out: Tensor, scalars: Tensor, tuning: Tuning, 
         ADD_HIDDEN=inputs.add_hidden,
         GIVEN=given,
         FOLLOWS=follows,
+        PLAIN=inputs.plain,
         num_warps=num_warps,
         launch_pdl=follows,
         **gate_op.dtypes(*inputs[:3], inputs.gate_dtype),
@@ -221,6 +225,7 @@ def launch_window(inputs: Inputs, out: Tensor, scalars: Tensor, tuning: Tuning) 
         ADD_HIDDEN=inputs.add_hidden,
         FOLLOWS=follows,
         GATED=TRITON_DTYPE[inputs.gated_dtype],
+        PLAIN=inputs.plain,
         num_warps=max(1, block // (32 * tuning.conv_vector)),
         launch_pdl=follows,
     )
@@ -257,6 +262,7 @@ def launch_columns(inputs: Inputs, new: Tensor, scalars: Tensor, boundaries: Ten
         BLOCK=block,
         REQUESTS=_packed.search_block(inputs.requests.num_requests),
         GATED=TRITON_DTYPE[inputs.gated_dtype],
+        PLAIN=inputs.plain,
         num_warps=4,
     )
 
@@ -295,7 +301,7 @@ packed_gate_conv_ = define(
     "packed_gate_conv_(Tensor key, Tensor value, Tensor hidden, Tensor norm_key_weight, Tensor norm_query_weight, "
     "Tensor norm_conv_weight, Tensor conv_weight, Tensor(a!) pool, Tensor query_start_loc, Tensor state_indices, "
     "Tensor has_initial_state, Tensor? num_accepted_tokens, Tensor? boundaries, float[] eps, Tensor[] eps_tensors, "
-    "ScalarType gate_dtype, int dilation, bool add_hidden) -> (Tensor out, Tensor exported)",
+    "ScalarType gate_dtype, int dilation, bool add_hidden, bool plain) -> (Tensor out, Tensor exported)",
     cpu=reference,
     cuda=launch,
     fake=fake,

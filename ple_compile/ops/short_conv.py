@@ -25,10 +25,9 @@ from ple_compile.ops._tiles import when
 from ple_compile.tuning.table import chosen
 
 
-def reference(x: Tensor, weight: Tensor, state: Tensor | None, dilation: int) -> Tensor:
+def stages(x: Tensor, weight: Tensor, state: Tensor | None, dilation: int) -> dict[str, Tensor]:
+    """Every intermediate result by name, in the order in which they are computed."""
     check(x, weight, state, dilation)
-    if x.numel() == 0:
-        return fake(x, weight, state, dilation)
     left = (weight.shape[-1] - 1) * dilation
     sequence = x.transpose(1, 2).to(weight.dtype)
     if state is None:
@@ -36,7 +35,14 @@ def reference(x: Tensor, weight: Tensor, state: Tensor | None, dilation: int) ->
     else:
         sequence = torch.cat([state[..., state.shape[-1] - left :].to(weight.dtype), sequence], dim=-1)
     convolved = F.conv1d(sequence, weight.reshape(x.shape[-1], 1, -1), groups=x.shape[-1], dilation=dilation)
-    return F.silu(convolved).transpose(1, 2).contiguous()
+    activated = F.silu(convolved).transpose(1, 2).contiguous()
+    return {"padded sequence": sequence, "convolution": convolved, "activation": activated}
+
+
+def reference(x: Tensor, weight: Tensor, state: Tensor | None, dilation: int) -> Tensor:
+    if x.numel() == 0:
+        return fake(x, weight, state, dilation)
+    return stages(x, weight, state, dilation)["activation"]
 
 
 @triton.jit

@@ -11,6 +11,7 @@ from torch import Tensor
 from examples.reference.ple import PLEState
 from tests.fuzz.shared import Run, assert_equal, assert_near, recompiles, updates, weighted
 from tests.ple_cases import LAYER, Case
+from tests.spellings import SPELLINGS, SpelledCase
 
 
 @dataclass(frozen=True)
@@ -38,10 +39,7 @@ class Switch:
     """Go on with the other of two caches."""
 
 
-cases = st.builds(
-    Case,
-    model=st.sampled_from(["transformers", "reference"]),
-    dtype=st.sampled_from(["float32", "bfloat16", "float16", "autocast"]),
+shapes = dict(
     cache=st.sampled_from(["none", "dynamic", "dynamic_filled", "static", "static_filled"]),
     shapes=st.sampled_from(["dynamic", "dynamic", "dynamic", "static"]),
     batch=st.integers(1, 4),
@@ -54,6 +52,17 @@ cases = st.builds(
     embed_per_head=st.integers(1, 12),
     seed=st.integers(0, 99),
 )
+models = st.builds(
+    Case,
+    model=st.sampled_from(["transformers", "reference"]),
+    dtype=st.sampled_from(["float32", "bfloat16", "float16", "autocast"]),
+    **shapes,
+)
+spellings = st.tuples(*[st.sampled_from([(part, name) for name in ways]) for part, ways in SPELLINGS.items()])
+spelled = st.builds(
+    SpelledCase, spelled=spellings, dtype=st.sampled_from(["float32", "float32", "bfloat16", "float16"]), **shapes
+)
+cases = weighted((2, models), (1, spelled))
 
 calls = st.one_of(
     st.builds(Call, st.integers(1, 12), st.integers(0, 999)),

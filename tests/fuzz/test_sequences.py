@@ -15,7 +15,7 @@ fixed = settings(
 
 
 @fixed
-@given(padded.cases, st.lists(padded.actions, min_size=2, max_size=5))
+@given(padded.models, st.lists(padded.actions, min_size=2, max_size=5))
 def test_padded_sequences(case: Case, sequence: list) -> None:
     sequence = [padded.Padded.first, *sequence, padded.Call(2, 1)]
     note(script(padded.Padded, case, sequence))

@@ -18,13 +18,13 @@ def poisoned_memory():
 
 
 def arguments(inputs):
-    return (*inputs[:6], inputs.mask, inputs.eps, inputs.eps_tensors, inputs.gate_dtype)
+    return (*inputs[:6], inputs.mask, inputs.eps, inputs.eps_tensors, inputs.gate_dtype, inputs.plain)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_reference_is_eager_bit_for_bit(shape, dtype):
-    for options in ({}, {"mask": torch.bool}, {"mask": torch.float32}, {"autocast": True}):
+    for options in ({}, {"mask": torch.bool}, {"mask": torch.float32}, {"autocast": True}, {"plain": True}):
         inputs = make_inputs(*shape, dtype=dtype, device="cpu", **options)
         for actual, expected in zip(reference(*arguments(inputs)), eager_gate(inputs), strict=True):
             assert torch.equal(actual, expected) and actual.dtype == expected.dtype
@@ -32,7 +32,9 @@ def test_reference_is_eager_bit_for_bit(shape, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("options", [{}, {"mask": torch.int64}, {"mask": torch.float32}, {"autocast": True}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"mask": torch.int64}, {"mask": torch.float32, "plain": True}, {"autocast": True}], ids=str
+)
 def test_kernel(shape, dtype, options):
     inputs = make_inputs(*shape, dtype=dtype, **options)
     exact = reference(*arguments(to_float64(inputs)))

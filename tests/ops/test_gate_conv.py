@@ -118,7 +118,9 @@ def test_the_state_may_be_unwanted(plan):
 
 
 @pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("options", [{"autocast": True}, {"add_hidden": False}, {"mask": torch.int64}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"autocast": True, "plain": True}, {"add_hidden": False}, {"plain": True, "mask": torch.int64}], ids=str
+)
 def test_kernels_round_where_eager_rounds(plan, options):
     inputs = make_inputs(1, 14, 32, 2, 4, 3, 9, dtype=torch.bfloat16, seed=3, **options)
     expected, _ = eager_gate_conv(inputs, 9)

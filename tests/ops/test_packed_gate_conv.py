@@ -115,7 +115,9 @@ def test_three_launches_for_what_one_could_do(plan, monkeypatch):
         assert_same(actual, run(op.reference, inputs), run(op.reference, to_float64(inputs)))
 
 
-@pytest.mark.parametrize("options", [{}, {"autocast": True}, {"add_hidden": False}, {"dtype": torch.float16}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"autocast": True}, {"add_hidden": False}, {"plain": True, "dtype": torch.float16}], ids=str
+)
 @pytest.mark.parametrize("name", ["decode", "chunks"])
 def test_kernels_round_where_eager_rounds(name, options):
     options = {"dtype": torch.bfloat16, **options}

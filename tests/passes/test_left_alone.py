@@ -1,6 +1,7 @@
 """What must not be rewritten: look-alikes that differ in one place, and intermediates that someone else reads."""
 
 import math
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -22,23 +23,31 @@ def compiled_and_eager(call: Callable, *args: Any) -> tuple[Traced, Any, Any]:
         return found, actual, call(*args)
 
 
+def rms_norm(x: Tensor, weight: Tensor) -> Tensor:
+    return x.float() * scale_of(x) * (1.0 + weight.float())
+
+
+def scale_of(x: Tensor) -> Tensor:
+    return torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + 1e-6)
+
+
 def gate(
     layer: nn.Module,
     streams: Tensor,
     embeddings: Tensor,
     *,
     clamp: float = 1e-6,
-    offset: float = 1.0,
     scale: float | None = None,
     sign: Callable[[Tensor], Tensor] = torch.sign,
     weigh: Callable[[Tensor], Tensor] = lambda opening: opening,
+    **norms: Callable[[Tensor, Tensor], Tensor],
 ) -> Tensor:
     """transformers' gate with one place to change at a time; returns gated and normed side by side."""
 
     def norm(x: Tensor, module: nn.Module) -> Tensor:
-        grouped = x.unflatten(-1, (-1, layer.hidden_size))
-        out = (grouped * torch.rsqrt(grouped.pow(2).mean(-1, keepdim=True) + module.eps)).flatten(-2)
-        return out * (offset + module.weight)
+        (name,) = [name for name in ("norm_key", "norm_query", "norm_conv") if getattr(layer, name) is module]
+        weight = module.weight.view(-1, layer.hidden_size)
+        return norms.get(name, rms_norm)(x.unflatten(-1, weight.shape), weight).flatten(-2).to(x.dtype)
 
     split = (layer.hc_count, layer.hidden_size)
     key = norm(layer.key_proj(embeddings), layer.norm_key).unflatten(-1, split)
@@ -57,26 +66,86 @@ DIFFERS = "differs from the PLE gate"
     [
         ({}, None),
         ({"clamp": 1e-5}, DIFFERS),
-        ({"offset": 0.0}, DIFFERS),
         ({"scale": 6.0}, DIFFERS),
         ({"sign": lambda d: torch.where(d >= 0, 1.0, -1.0)}, DIFFERS),  # differs only where the dot product is zero
-        (
-            {"weigh": lambda opening: opening * torch.linspace(1, 2, opening.shape[-2])[:, None]},
-            "no product of the gate",
-        ),
+        ({"weigh": lambda opening: opening * torch.linspace(1, 2, opening.shape[-2])[:, None]}, DIFFERS),
     ],
-    ids=["the gate", "clamp", "offset", "scale", "sign of zero", "a weight for each stream"],
+    ids=["the gate", "clamp", "scale", "sign of zero", "a weight for each stream"],
 )
-def test_gates_that_differ_in_one_constant(change: dict, reason: str | None) -> None:
-    case = Case()
-    layer = case.layer()
-    streams, _, _ = case.inputs()
-    embeddings = torch.randn(2, case.length, layer.key_proj.in_features)
-    found, actual, expected = compiled_and_eager(lambda s, e: gate(layer, s, e, **change), streams, embeddings)
-    torch.testing.assert_close(actual, expected)
+@pytest.mark.parametrize("dtype, length", [("float32", 7), ("float16", 1)])
+def test_gates_that_differ_in_one_constant(change: dict, reason: str | None, dtype: str, length: int) -> None:
+    found = compiled_gate(Case(dtype=dtype, length=length), **change)
     assert found.counts().get("fuse_gate", 0) == (reason is None)
     if reason is not None:
         assert [name for name, why in found.declines() if reason in why] == ["fuse_gate"]
+
+
+def compiled_gate(case: Case, **change: Any) -> Traced:
+    """Compile a gate; its results must be eager's, in 16 bits 99.9 % of them bit for bit."""
+    layer = case.layer()
+    streams, _, _ = case.inputs()
+    embeddings = torch.randn(2, case.length, layer.key_proj.in_features).to(case.storage_dtype)
+    found, actual, expected = compiled_and_eager(lambda s, e: gate(layer, s, e, **change), streams, embeddings)
+    if case.dtype == "float32":
+        torch.testing.assert_close(actual, expected)
+    else:
+        assert (actual == expected).float().mean() >= 0.999
+    return found
+
+
+OTHER_NORMS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "no eps": lambda x, w: x * torch.rsqrt(x.square().mean(-1, keepdim=True)) * (1 + w),
+    "small values dropped": lambda x, w: torch.where(x.abs() < 1e-4, 0, x) * scale_of(x) * (1 + w),
+    "eps outside the root": lambda x, w: x / (x.square().mean(-1, keepdim=True).sqrt() + 1e-6) * (1 + w),
+    "eps outside the mean": lambda x, w: x * torch.rsqrt((x.square().sum(-1, keepdim=True) + 1e-6) / 32) * (1 + w),
+    "eps twice": lambda x, w: x * torch.rsqrt(torch.add(x.square().mean(-1, keepdim=True), 1e-6, alpha=2)) * (1 + w),
+    "eps as a bound": lambda x, w: x * x.square().mean(-1, keepdim=True).clamp_min(1e-6).rsqrt() * (1 + w),
+    "twice as much": lambda x, w: 2 * rms_norm(x, w),
+    "a bias": lambda x, w: rms_norm(x, w) + w,
+    "the weight squared": lambda x, w: x * scale_of(x) * w * w,
+    "one weight for all streams": lambda x, w: rms_norm(x, w[:1]),
+    "the weight of the token": lambda x, w: rms_norm(x, w + x.mean(1, keepdim=True)),
+    "the mean taken off": lambda x, w: (x - x.mean(-1, keepdim=True)) * scale_of(x) * (1 + w),
+    "all streams at once": lambda x, w: rms_norm(x.flatten(-2), w.flatten()).unflatten(-1, w.shape),
+    "the mean of magnitudes": lambda x, w: x / (x.abs().mean(-1, keepdim=True) + 1e-6) * (1 + w),
+    "no root": lambda x, w: x / (x.square().mean(-1, keepdim=True) + 1e-6) * (1 + w),
+    "squares of something else": lambda x, w: x * scale_of(x.roll(1, -1) + x) * (1 + w),
+}
+PLACES = ["norm_key", "norm_query", "norm_conv"]
+
+
+@pytest.mark.parametrize("name", OTHER_NORMS)
+def test_norms_that_differ(name: str) -> None:
+    """In one of the three places; with PLE_MATRIX=full in each."""
+    places = PLACES if os.environ.get("PLE_MATRIX") == "full" else [PLACES[list(OTHER_NORMS).index(name) % 3]]
+    for place in places:
+        found = compiled_gate(Case(length=4), **{place: OTHER_NORMS[name]})
+        assert not found.counts() and [pass_name for pass_name, _ in found.declines()] == ["fuse_gate"]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize(
+    "norm, fused",
+    [
+        (rms_norm, True),
+        (lambda x, w: x.float() * scale_of(x) * (1.0 + w).float(), True),  # weights that were rounded before
+        (lambda x, w: (x.float() * scale_of(x)).to(x.dtype).float() * (1.0 + w.float()), False),
+        (lambda x, w: (x.float() * scale_of(x)).to(x.dtype) * (1.0 + w), False),
+        (lambda x, w: x * scale_of(x).to(x.dtype) * (1.0 + w), False),
+        (lambda x, w: x.float() * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * (1.0 + w.float()), False),
+        (lambda x, w: (x.float() * scale_of(x) * (1.0 + w.float())).to(torch.float8_e5m2), False),
+    ],
+    ids=["float32", "1 + w", "before the weight", "product", "scale", "squares", "8 bits"],
+)
+def test_norms_that_round_elsewhere(norm: Callable, fused: bool, dtype: str) -> None:
+    found = compiled_gate(Case(dtype=dtype, length=24, hidden_size=24), **dict.fromkeys(PLACES, norm))
+    assert found.counts().get("fuse_gate", 0) == fused
+    assert fused or ["rounds at other points" in why for _, why in found.declines()] == [True]
+
+
+def test_a_signed_root_that_is_no_gate() -> None:
+    found, _, _ = compiled_and_eager(lambda x: x.abs().clamp_min(1e-6).sqrt() * x.sign(), torch.randn(4, 8))
+    assert found.counts() == {} and not found.declines()
 
 
 @pytest.mark.parametrize(
@@ -112,6 +181,23 @@ def test_a_convolution_that_is_read_before_its_activation() -> None:
     found, actual, expected = compiled_and_eager(call, torch.randn(2, 7, 16))
     torch.testing.assert_close(actual, expected)
     assert found.counts() == {} and "more than the activation is read" in found.declines()[0][1]
+
+
+@pytest.mark.parametrize("lags, read", [((9, 6, 3, 0), False), ((9, 6, 3, 0), True), ((9, 6, 4, 0), False)])
+def test_a_sum_of_taps(lags: tuple[int, ...], read: bool) -> None:
+    """Fused where nobody reads the sum itself; other lags than multiples of a dilation are no convolution."""
+    weight = torch.randn(16, 4)
+
+    def call(x: Tensor) -> tuple[Tensor, ...]:
+        x = F.rms_norm(x, (16,))
+        shifted = [F.pad(x, (0, 0, lag, 0))[:, : x.shape[1]] for lag in lags]
+        total = sum(s * weight[:, tap] for tap, s in enumerate(shifted))
+        return (F.silu(total), total.relu()) if read else (F.silu(total),)
+
+    found, actual, expected = compiled_and_eager(call, torch.randn(2, 12, 16))
+    torch.testing.assert_close(actual, expected)
+    assert found.counts() == ({"fuse_short_conv": 1} if lags == (9, 6, 3, 0) and not read else {})
+    assert ["more than the activation is read" in why for _, why in found.declines()] == [True] * read
 
 
 def test_a_convolution_that_keeps_the_channels_first() -> None:
@@ -168,7 +254,7 @@ def test_heads_that_do_not_divide_by_the_orders() -> None:
 
     found, actual, expected = compiled_and_eager(call, torch.randint(50, (2, 9)))
     torch.testing.assert_close(actual, expected)
-    assert found.counts() == {} and "differs from n-gram ids" in found.declines()[0][1]
+    assert found.counts() == {} and "no whole number of heads" in found.declines()[0][1]
 
 
 def test_what_is_left_alone_does_not_keep_the_next_from_being_fused() -> None:
