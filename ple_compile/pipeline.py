@@ -125,7 +125,6 @@ class _Application:
         if self.function(graph, self.report, **self.settings):
             self.recorder.after(self.function.__name__)
             upstream.stable_topological_sort(graph)
-            graph.lint()
             log.debug("after %s:\n%s", self.function.__name__, graph)
             upstream.trace_artifact(f"ple_compile_after_{self.function.__name__}", lambda: str(graph))
 

@@ -30,6 +30,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 __all__ = [
+    "as_written",
     "CustomGraphPass",
     "FakeTensor",
     "GraphTransformObserver",
@@ -150,6 +151,11 @@ def input_index(placeholder: torch.fx.Node) -> int | None:
 def expression(size: torch.SymInt) -> Any:
     """The sympy expression of a symbolic size, in the symbols that can really vary."""
     return size.node.expr.xreplace(_constants(_shape_env(size)))
+
+
+def as_written(size: int | torch.SymInt) -> Any:
+    """A size as one hashable value, an expression as the graph has it: equal ones are equal sizes."""
+    return size.node.expr if isinstance(size, torch.SymInt) else size
 
 
 def size_in_symbols(size: torch.SymInt) -> int | str:

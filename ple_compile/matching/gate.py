@@ -30,6 +30,7 @@ from ple_compile.matching.graph import (
     tensor_inputs,
     value,
 )
+from ple_compile.matching.repeats import asked_once, signature
 
 # Walking up from a sigmoid stops at these: what they produce is an input of the gate, never part of it.
 PRODUCERS = {aten.mm.default, aten.addmm.default, aten.embedding.default, aten.convolution.default, aten.cat.default}
@@ -315,15 +316,22 @@ def verify(gate: Gate) -> None:
     reader = outside_reader(interior, roots)
     if reader is not None:
         raise Declined(f"{reader[0].name} inside the gate is read by {reader[1].name}")
+    question = signature(
+        nodes, gate.key, gate.value, gate.hidden, gate.weights, gate.eps, gate.mask, gate.gate_dtype, roots
+    )
     try:
-        assignments = probe.size_assignments([*gate.leaves, *nodes])
-        for sizes in assignments:
-            _probe_once(gate, nodes, sizes, 1.0, precise=True)
-        for scale in (1e-3, 1e-9, 30.0):
-            _probe_once(gate, nodes, assignments[0], scale, precise=True)
-            _probe_once(gate, nodes, assignments[0], scale, precise=False)
+        asked_once(gate.normed.graph, question, lambda: _probe(gate, nodes))
     except (probe.Unprobeable, ValueError) as reason:
         raise Declined(str(reason)) from None
+
+
+def _probe(gate: Gate, nodes: list[Node]) -> None:
+    assignments = probe.size_assignments([*gate.leaves, *nodes])
+    for sizes in assignments:
+        _probe_once(gate, nodes, sizes, 1.0, precise=True)
+    for scale in (1e-3, 1e-9, 30.0):
+        _probe_once(gate, nodes, assignments[0], scale, precise=True)
+        _probe_once(gate, nodes, assignments[0], scale, precise=False)
 
 
 def _resize(gate: Gate, nodes: list[Node]) -> probe.TokenResize | None:

@@ -6,6 +6,7 @@ Roles come from data flow: under the remainder's divisor the one-dimensional lea
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch.fx import Graph, Node
@@ -25,6 +26,7 @@ from ple_compile.matching.graph import (
     outside_reader,
     value,
 )
+from ple_compile.matching.repeats import asked_once, signature
 from ple_compile.ops.lookup import lookup
 from ple_compile.ops.mapped_lookup import mapped_lookup
 from ple_compile.ops.sharded_lookup import sharded_lookup
@@ -79,7 +81,8 @@ def match(ids: Node) -> NgramIds:
         for eos in _eos_candidates(inside):
             candidate = NgramIds(ids, tokens, context, multipliers, sizes, offsets, eos)
             try:
-                if _equals_reference(candidate, inside):
+                question = signature(inside, tokens, context, candidate.tables, eos, ids)
+                if asked_once(ids.graph, question, partial(_equals_reference, candidate, inside)):
                     return _unread_inside(candidate, inside)
             except (probe.Unprobeable, ValueError) as error:
                 reason = str(error)

@@ -28,6 +28,7 @@ from ple_compile.matching.graph import (
     prims,
     value,
 )
+from ple_compile.matching.repeats import asked_once, signature
 
 # Elements of the widest probe tensor: PyTorch's depthwise convolution takes a second for 10,240 channels in float64.
 MOST_VALUES = 2**16
@@ -141,14 +142,19 @@ def verify(conv: ShortConv) -> None:
     stray = open_inputs([conv.activated], set(conv.leaves))
     if stray:
         raise Declined(f"the convolution also reads {stray[0].name}")
+    question = signature(nodes, conv.leaves, conv.dilation, conv.activated, conv.transposed)
     try:
-        assignments = probe.size_assignments([*conv.leaves, *nodes], conv.leaves[2:])
-        for sizes in assignments:
-            _probe_once(conv, nodes, sizes, 1.0, precise=True)
-        for scale in (1.0, 20.0):
-            _probe_once(conv, nodes, assignments[0], scale, precise=False)
+        asked_once(conv.activated.graph, question, lambda: _probe(conv, nodes))
     except (probe.Unprobeable, ValueError) as reason:
         raise Declined(str(reason)) from None
+
+
+def _probe(conv: ShortConv, nodes: list[Node]) -> None:
+    assignments = probe.size_assignments([*conv.leaves, *nodes], conv.leaves[2:])
+    for sizes in assignments:
+        _probe_once(conv, nodes, sizes, 1.0, precise=True)
+    for scale in (1.0, 20.0):
+        _probe_once(conv, nodes, assignments[0], scale, precise=False)
 
 
 def _resize(conv: ShortConv) -> probe.ChannelResize | None:
@@ -194,8 +200,14 @@ def _is_state_write(conv: ShortConv, node: Node) -> bool:
     target = node.args[1] if calls(node, {aten.copy.default}) else node
     if open_inputs([target], sources) or dims(target)[:2] != (dims(conv.x)[0], dims(conv.x)[2]):
         return False
+    nodes = cone([target], sources)
+    question = signature(nodes, "state write", conv.leaves, conv.dilation, target)
+    return asked_once(node.graph, question, lambda: _holds_last_columns(conv, target, nodes))
+
+
+def _holds_last_columns(conv: ShortConv, target: Node, nodes: list[Node]) -> bool:
+    sources = [leaf for leaf in conv.leaves if leaf is not conv.weight]
     try:
-        nodes = cone([target], sources)
         for sizes in probe.size_assignments([*sources, *nodes], conv.leaves[2:]):
             resize, drawn = _draw(conv, sizes, 1.0)
             run = probe.Probe(sizes, resize=resize)
