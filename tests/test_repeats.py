@@ -8,21 +8,7 @@ from ple_compile.matching import gate, ngram_ids, short_conv
 from ple_compile.matching.graph import aten
 from ple_compile.matching.repeats import asked_once, signature
 from tests.graphs import Traced, passes_backend
-from tests.ple_cases import Case
-
-
-class Layers(torch.nn.Module):
-    """Two PLE layers with different weights."""
-
-    def __init__(self, case: Case):
-        super().__init__()
-        self.case = case
-        self.layers = torch.nn.ModuleList(Case(seed=seed).layer() for seed in range(2))
-
-    def forward(self, streams: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            streams = self.case.call(layer, streams, ids, None, None)
-        return streams
+from tests.ple_cases import Case, Layers
 
 
 def test_two_layers_are_probed_as_one(monkeypatch: pytest.MonkeyPatch, fresh_dynamo: None) -> None:

@@ -27,7 +27,7 @@ from ple_compile.ops._sums import lane_sums
 from ple_compile.ops._tiles import load_rows, load_vector, row_offsets, row_parts, vector_size
 
 
-def rms_norm(x: Tensor, weight: Tensor, width: int, eps: float) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, width: int, eps: float | Tensor) -> Tensor:
     """Grouped RMS norm in float32 (float64 for float64), rounded back to x's dtype."""
     compute = x if x.dtype == torch.float64 else x.float()
     groups = compute.unflatten(-1, (x.shape[-1] // width, width))
@@ -52,7 +52,7 @@ def reference(
     gate_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
     check(key, value, hidden, (norm_key_weight, norm_query_weight, norm_conv_weight))
-    key_eps, query_eps, conv_eps = epsilons(eps, eps_tensors)
+    key_eps, query_eps, conv_eps = eps_tensors or eps
     width = value.shape[-1]
     streams = (key.shape[-1] // width, width)
     key_normed = rms_norm(key, norm_key_weight, width, key_eps).unflatten(-1, streams)

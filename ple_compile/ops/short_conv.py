@@ -27,16 +27,25 @@ from ple_compile.tuning.table import chosen
 
 def reference(x: Tensor, weight: Tensor, state: Tensor | None, dilation: int) -> Tensor:
     check(x, weight, state, dilation)
-    if x.numel() == 0:
-        return fake(x, weight, state, dilation)
-    left = (weight.shape[-1] - 1) * dilation
-    sequence = x.transpose(1, 2).to(weight.dtype)
+    return convolved(with_history(x, state, (weight.shape[-1] - 1) * dilation), weight, dilation)
+
+
+def with_history(x: Tensor, state: Tensor | None, columns: int) -> Tensor:
+    """[B, C, columns + S]: the last `columns` columns of `state`, or zeros, and then x."""
     if state is None:
-        sequence = F.pad(sequence, (left, 0))
-    else:
-        sequence = torch.cat([state[..., state.shape[-1] - left :].to(weight.dtype), sequence], dim=-1)
-    convolved = F.conv1d(sequence, weight.reshape(x.shape[-1], 1, -1), groups=x.shape[-1], dilation=dilation)
-    return F.silu(convolved).transpose(1, 2).contiguous()
+        return F.pad(x.transpose(1, 2), (columns, 0))
+    return torch.cat([state[..., state.shape[-1] - columns :], x.transpose(1, 2)], dim=-1)
+
+
+def convolved(history: Tensor, weight: Tensor, dilation: int) -> Tensor:
+    """[B, S, C]: the convolution with silu of `history` [B, C, (K - 1) * dilation + S]."""
+    batch, channels, columns = history.shape
+    seq = columns - (weight.shape[-1] - 1) * dilation
+    if batch * seq * channels == 0:
+        return history.new_empty(batch, seq, channels, dtype=weight.dtype)
+    taps = weight.reshape(channels, 1, -1)
+    sums = F.conv1d(history.to(weight.dtype), taps, groups=channels, dilation=dilation)
+    return F.silu(sums).transpose(1, 2).contiguous()
 
 
 @triton.jit
