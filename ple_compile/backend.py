@@ -7,6 +7,7 @@ import torch
 
 from ple_compile import host_tables, records, upstream
 from ple_compile.config import Config, make_config
+from ple_compile.expand_on_cpu import rounding
 from ple_compile.pipeline import FusePass
 from ple_compile.stats import count_call
 from ple_compile.table_reads import ReadCounter
@@ -29,7 +30,7 @@ def ple(
 
 def compile_graph(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], config: Config) -> Callable:
     """Compile one graph under `config`, and count its PLE layers at every call."""
-    patches = config.inductor_patches()
+    patches = {**rounding(gm), **config.inductor_patches()}
     name = "post_grad_custom_pre_pass"
     users = upstream.custom_passes(patches.get(name, getattr(upstream.inductor_config, name)))
     training = torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in example_inputs)

@@ -18,7 +18,7 @@ MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagrap
 class Config:
     """Settings of `backend="ple"`; every field is an option of `torch.compile(..., options={...})`.
 
-    merge_kv_proj: one matrix product for the key and value projections, whose weights then share one storage.
+    merge_kv_proj: on a GPU one matrix product for key and value projections, whose weights then share one storage.
     fuse_ngram_ids: n-gram ids in one kernel.
     fuse_gate: gate, key norm, query norm and convolution norm in one kernel.
     fuse_short_conv: dilated short convolution with its activation in one kernel.

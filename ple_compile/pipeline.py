@@ -13,6 +13,7 @@ from torch.fx import Graph
 import ple_compile.passes as passes
 from ple_compile import upstream
 from ple_compile.config import Config
+from ple_compile.expand_on_cpu import expand_on_cpu
 from ple_compile.matching.graph import is_inside
 from ple_compile.passes.fuse_gate import fuse_gate
 from ple_compile.passes.fuse_lookup import fuse_lookup
@@ -85,6 +86,11 @@ class FusePass(upstream.CustomGraphPass):
             upstream.run_custom_pass(function, graph, is_inference=not self.settings["training"])
         self.ran = True
         run(graph, self.config, self.report, self.input_names, **self.settings)
+        self.expand(graph)
+
+    def expand(self, graph: Graph) -> None:
+        """Prepare what the passes left on a CPU for Inductor."""
+        expand_on_cpu(graph)
 
 
 def run(graph: Graph, config: Config, report: GraphReport, input_names: Sequence[str] = (), **settings: bool) -> None:
@@ -126,7 +132,6 @@ class _Application:
         if self.function(graph, self.report, **self.settings):
             self.recorder.after(self.function.__name__)
             upstream.stable_topological_sort(graph)
-            graph.lint()
             log.debug("after %s:\n%s", self.function.__name__, graph)
             upstream.trace_artifact(f"ple_compile_after_{self.function.__name__}", lambda: str(graph))
 

@@ -65,19 +65,20 @@ class Recorder:
 
     def layers(self, events: Iterable[Event]) -> list[LayerGraph]:
         """The graph of every PLE layer in which a pass found something."""
-        self._drop_unread()
+        readers = self._readers(self.before)
+        self._drop_unread(readers)
         layers = _layer_paths(events)
         owners = self._owners(layers) if layers else {}
         members: dict[str, list[Node]] = {layer: [] for layer in layers}
         for node, layer in owners.items():
             members[layer].append(node)
-        found = [self._layer_graph(layer, nodes, owners) for layer, nodes in members.items() if nodes]
+        tables = {node.args[0] for node in self.before if node.op == "call_function" and looks_up(node)}
+        found = [self._layer_graph(layer, nodes, owners, readers, tables) for layer, nodes in members.items() if nodes]
         drawings: dict[Drawing, Drawing] = {}
         return [dataclasses.replace(part, drawing=drawings.setdefault(part.drawing, part.drawing)) for part in found]
 
-    def _drop_unread(self) -> None:
+    def _drop_unread(self, readers: dict[Node, list[Node]]) -> None:
         """What nobody reads any more counts as removed with its last reader: Inductor removes it next."""
-        readers = self._readers(self.before)
         for node in reversed(self.graph.nodes):
             unread = all(reader not in self._now for reader in node.users)
             if self._last and unread and readers.get(node) and node.op == "call_function" and not node.is_impure():
@@ -90,10 +91,13 @@ class Recorder:
         everything = [*self.before, *self.made_by]
         calls = [node for node in everything if node.op == "call_function" and returns_tensors(node)]
         owners: dict[Node, str] = {}
+        innermost: dict[str, str | None] = {}  # of the layers that a module path lies in
         for node in calls:
-            inside = [layer for layer in layers if is_inside(layer_of(node), layer)]
-            if inside:
-                owners[node] = max(inside, key=len)
+            path = layer_of(node)
+            if path not in innermost:
+                innermost[path] = max((layer for layer in layers if is_inside(path, layer)), key=len, default=None)
+            if (owner := innermost[path]) is not None:
+                owners[node] = owner
         changed = {*self.made_by, *self.removed_by}
         for node in calls:
             if node in changed and node not in owners:
@@ -120,16 +124,19 @@ class Recorder:
                     readers[node].append(reader)
         return readers
 
-    def _layer_graph(self, layer: str, nodes: list[Node], owners: dict[Node, str]) -> LayerGraph:
+    def _ever_reading(self, node: Node, readers: dict[Node, list[Node]]) -> Iterable[Node]:
+        """Who reads `node`, before the passes or after them."""
+        return [*readers.get(node, ()), *(node.users if node in self._now else ())]
+
+    def _layer_graph(
+        self, layer: str, nodes: list[Node], owners: dict[Node, str], readers: dict[Node, list[Node]], tables: set
+    ) -> LayerGraph:
         kept = self._nearest(nodes)
         members = set(kept)
         edges = {node: self._edges(node) for node in kept}
         outside = [n for both in edges.values() for inputs in both for n in inputs or () if n not in members]
         outside = list(dict.fromkeys(outside))
         places = {node: index for index, node in enumerate([*outside, *kept])}
-        tables = {node.args[0] for node in self.before if node.op == "call_function" and looks_up(node)}
-        outputs = {n for reader, inputs in self.inputs.items() if owners.get(reader) != layer for n in inputs}
-        outputs |= {n for n in kept if n in self._now and any(owners.get(reader) != layer for reader in n.users)}
         sources: dict[Source, int] = {}
         described = [self._input(node, edges.values(), node in tables) for node in outside]
         for node in kept:
@@ -149,7 +156,7 @@ class Recorder:
                     removed_by=self.removed_by.get(node, ""),
                     launches=int(launches(node)),
                     writes=writes(node, self._inputs_of(node)),
-                    output=node in outputs,
+                    output=any(owners.get(n) != layer for n in self._ever_reading(node, readers)),
                 )
             )
         drawing = Drawing(tuple(described), tuple(sources), len(nodes) - len(kept))

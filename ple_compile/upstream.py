@@ -20,16 +20,19 @@ from torch._inductor import config as inductor_config
 from torch._inductor import list_mode_options
 from torch._inductor.compile_fx import compile_fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch._inductor.decomposition import select_decomp_table as decompositions
 from torch._inductor.fx_passes.control_dependencies import control_deps, preserve_node_ordering
 from torch._inductor.pattern_matcher import stable_topological_sort
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch._logging import trace_structured
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.passes.graph_transform_observer import GraphTransformObserver
+from torch.torch_version import TorchVersion
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 __all__ = [
+    "as_written",
     "CustomGraphPass",
     "FakeTensor",
     "GraphTransformObserver",
@@ -37,7 +40,9 @@ __all__ = [
     "compile_fx",
     "control_deps",
     "counters",
+    "cpp_rounds_as_eager",
     "custom_passes",
+    "decompositions",
     "detect_fake_mode",
     "expression",
     "fake_on",
@@ -46,6 +51,7 @@ __all__ = [
     "graph_break",
     "guards_hold",
     "is_backed",
+    "is_unbacked",
     "inductor_config",
     "inductor_settings",
     "input_index",
@@ -152,6 +158,11 @@ def expression(size: torch.SymInt) -> Any:
     return size.node.expr.xreplace(_constants(_shape_env(size)))
 
 
+def as_written(size: int | torch.SymInt) -> Any:
+    """A size as one hashable value, an expression as the graph has it: equal ones are equal sizes."""
+    return size.node.expr if isinstance(size, torch.SymInt) else size
+
+
 def size_in_symbols(size: torch.SymInt) -> int | str:
     """A symbolic size as a number, or as an expression in the symbols that can really vary."""
     found = expression(size)
@@ -213,6 +224,16 @@ def symbol_range(size: torch.SymInt, symbol: Any) -> tuple[int, int]:
 def is_backed(size: torch.SymInt, symbol: Any) -> bool:
     """Whether a symbol had a value when the graph was traced, rather than standing for data (`nonzero`, `unique`)."""
     return symbol in _shape_env(size).backed_var_to_val
+
+
+def is_unbacked(size: int | torch.SymInt) -> bool:
+    """Whether a size stands for data."""
+    return isinstance(size, torch.SymInt) and any(not is_backed(size, symbol) for symbol in size.node.expr.free_symbols)
+
+
+def cpp_rounds_as_eager() -> bool:
+    """Whether Inductor's C++ rounds 16-bit values between ops now: told to, and a release that heeds it on a CPU."""
+    return inductor_config.emulate_precision_casts and TorchVersion(torch.__version__) >= "2.13"
 
 
 def symbol_hint(size: torch.SymInt, symbol: Any) -> int:

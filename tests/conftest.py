@@ -37,12 +37,12 @@ def fresh_dynamo() -> Iterator[None]:
 
 @pytest.fixture
 def no_codegen(monkeypatch: pytest.MonkeyPatch, fresh_dynamo: None) -> None:
-    """Run rewritten graphs in eager PyTorch: all of the backend but Inductor's code generation."""
+    """Run rewritten graphs in eager PyTorch, fused ops as they are: all of the backend but code generation."""
     without_codegen(monkeypatch)
 
 
 def without_codegen(monkeypatch: pytest.MonkeyPatch) -> None:
-    from ple_compile import upstream
+    from ple_compile import pipeline, upstream
     from tests.graphs import run_graph
 
     original = upstream.compile_fx
@@ -52,6 +52,7 @@ def without_codegen(monkeypatch: pytest.MonkeyPatch) -> None:
         return original(gm, inputs, inner_compile=run_graph, config_patches=patches, **kwargs)
 
     monkeypatch.setattr(upstream, "compile_fx", compile_fx)
+    monkeypatch.setattr(pipeline.FusePass, "expand", lambda self, graph: None)
 
 
 @pytest.fixture(scope="session")

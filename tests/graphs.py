@@ -44,14 +44,18 @@ class Traced:
 
 
 class _Snapshot(FusePass):
-    def __init__(self, config: Config, training: bool, traced: Traced):
+    def __init__(self, config: Config, training: bool, traced: Traced, expanded: bool):
         super().__init__(config, training, [])
-        self.traced = traced
+        self.traced, self.expanded = traced, expanded
 
     def __call__(self, graph: torch.fx.Graph) -> None:
         self.traced.before.append(printed(graph))
         super().__call__(graph)
         self.traced.after.append(printed(graph))
+
+    def expand(self, graph: torch.fx.Graph) -> None:
+        if self.expanded:
+            super().expand(graph)
 
     def uuid(self) -> None:
         return None
@@ -77,22 +81,22 @@ def run_graph(graph: torch.fx.GraphModule, inputs: list, **kwargs: object) -> Ca
     return run
 
 
-def passes_backend(traced: Traced, config: Config | None = None) -> Callable:
-    """A backend that runs the passes and then the graph itself."""
+def passes_backend(traced: Traced, config: Config | None = None, *, expanded: bool = False) -> Callable:
+    """A backend that runs the passes and then the graph itself: with the fused ops, or `expanded` as for C++."""
     config = config or Config()
 
     def backend(gm: torch.fx.GraphModule, example_inputs: list) -> Callable:
         training = torch.is_grad_enabled() and any(
             isinstance(x, torch.Tensor) and x.requires_grad for x in example_inputs
         )
-        fuse = _Snapshot(config, training, traced)
+        fuse = _Snapshot(config, training, traced, expanded)
         traced.reports.append(fuse.report)
 
         def inner_compile(graph: torch.fx.GraphModule, inputs: list, **kwargs: object) -> Callable:
             traced.graphs.append(graph)
             return run_graph(graph, inputs, **kwargs)
 
-        patches = {"post_grad_custom_pre_pass": fuse, "force_disable_caches": True}
+        patches = {"post_grad_custom_pre_pass": fuse, "force_disable_caches": True, "emulate_precision_casts": expanded}
         return upstream.compile_fx(gm, example_inputs, inner_compile=inner_compile, config_patches=patches)
 
     return backend

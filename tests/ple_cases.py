@@ -31,6 +31,7 @@ MATRIX: dict[str, list[Any]] = {
     "hc_count": [4, 2],
     "hidden_size": [32, 24],
     "embed_per_head": [8, 5],
+    "expanded": [False, True],
 }
 
 
@@ -51,6 +52,7 @@ class Case:
     hc_count: int = 4
     hidden_size: int = 32
     embed_per_head: int = 8
+    expanded: bool = False  # the graph that Inductor gets on a CPU, rather than the one with fused ops
     seed: int = 0
 
     @property
@@ -141,3 +143,17 @@ class Case:
 
     def with_(self, **changes: Any) -> "Case":
         return dataclasses.replace(self, **changes)
+
+
+class Layers(torch.nn.Module):
+    """Two PLE layers with different weights."""
+
+    def __init__(self, case: Case):
+        super().__init__()
+        self.case = case
+        self.layers = torch.nn.ModuleList(Case(seed=seed).layer() for seed in range(2))
+
+    def forward(self, streams: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            streams = self.case.call(layer, streams, ids, None, None)
+        return streams

@@ -20,7 +20,7 @@ def close(actual: torch.Tensor, expected: torch.Tensor) -> bool:
 
 
 @torch.no_grad()
-def test_generated_code_calls_the_fused_ops(fresh_dynamo: None) -> None:
+def test_generated_code_is_the_references_in_cpp(fresh_dynamo: None) -> None:
     case = Case(cache="dynamic_filled")
     layer = case.layer()
     streams, ids, mask = case.inputs()
@@ -30,14 +30,14 @@ def test_generated_code_calls_the_fused_ops(fresh_dynamo: None) -> None:
     assert close(actual, case.call(layer, streams, ids, mask, eagers))
     for ours_state, eager_state in zip(case.states(ours), case.states(eagers)):
         torch.testing.assert_close(ours_state, eager_state)
-    for op in ("ngram_ids", "kv_proj", "gate_conv_update_"):
-        assert sum(f"torch.ops.ple.{op}.default(" in text for text in code) == 1
+    (text,) = code
+    assert "ple" not in text.partition("async_compile.wait")[2] and "extern_kernels.convolution" not in text
+    assert text.count("extern_kernels.mm(") == 2
     passes = ("fuse_short_conv", "fuse_gate", "fuse_ngram_ids", "merge_kv_proj", "merge_gate_conv")
     assert dict(upstream.counters["ple_compile"]) == dict.fromkeys(passes, 1)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         compiled(layer, streams, ids, mask, ours)
-    ranges = {event.key for event in profile.key_averages()}
-    assert ranges >= {"ple::ngram_ids", "ple::kv_proj", "ple::gate_conv_update_"}
+    assert not any(event.key.startswith("ple::") for event in profile.key_averages())
     rows = 2 * case.batch * case.length * case.heads_per_ngram * (case.ngram_size - 1)
     counted = {name: count for name, count in ple_compile.stats().items() if count}
     assert counted == {"ple_executions": 2, "rows_looked_up": rows}

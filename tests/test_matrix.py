@@ -42,7 +42,8 @@ def test_fused_layer_equals_eager(case: Case) -> None:
     if case.shapes == "mark_dynamic" and case.length > 1:
         for tensor in (streams, ids, *([mask] if mask is not None else [])):
             torch._dynamo.maybe_mark_dynamic(tensor, 1)
-    compiled = torch.compile(case.call, backend=passes_backend(traced), dynamic=dynamic, fullgraph=True)
+    backend = passes_backend(traced, expanded=case.expanded)
+    compiled = torch.compile(case.call, backend=backend, dynamic=dynamic, fullgraph=True)
     with torch.no_grad(), case.autocast():
         actual = compiled(layer, streams, ids, mask, ours)
         expected = case.call(layer, streams, ids, mask, eagers)

@@ -30,6 +30,7 @@ MATRIX = {
     "kernel": [4, 2, 3],
     "streams": [2, 4],
     "spare": [3, 0],
+    "expanded": [False, True],
 }
 # Lengths of the batch that is compiled for, then of those that run through the same graph. In the first no two sizes
 # coincide, which would make them one symbol.
@@ -48,6 +49,7 @@ class Case:
     kernel: int = 4
     streams: int = 2
     spare: int = 3
+    expanded: bool = False
 
     @property
     def storage_dtype(self) -> torch.dtype:
@@ -108,9 +110,8 @@ def selection() -> list[Case]:
 def test_fused_layer_equals_eager(case: Case) -> None:
     torch._dynamo.reset()
     layer, traced = case.layer(), Traced()
-    compiled = torch.compile(
-        case.call, backend=passes_backend(traced), dynamic=case.shapes == "dynamic", fullgraph=True
-    )
+    backend = passes_backend(traced, expanded=case.expanded)
+    compiled = torch.compile(case.call, backend=backend, dynamic=case.shapes == "dynamic", fullgraph=True)
     compositions = COMPOSITIONS if case.shapes == "dynamic" else COMPOSITIONS[3:4]
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=case.dtype == "autocast"):
         for seed, lengths in enumerate(compositions):

@@ -36,6 +36,7 @@ from ple_compile.matching.graph import (
     value,
 )
 from ple_compile.matching.norms import MOST_STEPS, PRODUCERS, Norm, find_norms, norms_above
+from ple_compile.matching.repeats import asked_once, signature
 from ple_compile.ops.gate import stages
 
 REDUCTIONS = {aten.mean.dim, aten.sum.dim_IntList}
@@ -316,15 +317,20 @@ def _verify(gate: Gate) -> None:
     reader = outside_reader(interior, roots)
     if reader is not None:
         raise Declined(f"{reader[0].name} inside the gate is read by {reader[1].name}", reader[1])
+    roles = (gate.key, gate.value, gate.hidden, gate.weights, gate.eps, gate.mask, gate.gate_dtype, gate.plain, roots)
     try:
-        assignments = probe.size_assignments([*gate.leaves, *nodes])
-        for sizes in assignments:
-            _probe_once(gate, nodes, sizes, 1.0, precise=True)
-        for precise in (True, False):
-            for scale in SCALES:
-                _probe_once(gate, nodes, assignments[0], scale, precise=precise)
+        asked_once(gate.normed.graph, signature(nodes, roles), lambda: _probe(gate, nodes))
     except (probe.Unprobeable, ValueError) as reason:
         raise Declined(str(reason)) from None
+
+
+def _probe(gate: Gate, nodes: list[Node]) -> None:
+    assignments = probe.size_assignments([*gate.leaves, *nodes])
+    for sizes in assignments:
+        _probe_once(gate, nodes, sizes, 1.0, precise=True)
+    for precise in (True, False):
+        for scale in SCALES:
+            _probe_once(gate, nodes, assignments[0], scale, precise=precise)
 
 
 def _resize(gate: Gate, nodes: list[Node]) -> probe.TokenResize | None:

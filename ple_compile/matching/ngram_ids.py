@@ -7,6 +7,7 @@ the ids are flattened or cast for the lookup, those before that are the ids.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch.fx import Graph, Node
@@ -30,6 +31,7 @@ from ple_compile.matching.graph import (
     producers,
     value,
 )
+from ple_compile.matching.repeats import asked_once, signature
 from ple_compile.ops.lookup import lookup
 from ple_compile.ops.mapped_lookup import mapped_lookup
 from ple_compile.ops.ngram_ids import stages
@@ -90,7 +92,8 @@ def match(ids: Node) -> NgramIds:
         for eos in _eos_candidates(inside):
             candidate = NgramIds(ids, tokens, context, multipliers, sizes, offsets, eos)
             try:
-                if _equals_reference(candidate, inside):
+                question = signature(inside, tokens, context, candidate.tables, eos, ids)
+                if asked_once(ids.graph, question, partial(_equals_reference, candidate, inside)):
                     return _unread_inside(candidate, inside)
                 partings.append(_where_it_parts(candidate, inside))
             except (probe.Unprobeable, ValueError) as error:

@@ -6,7 +6,6 @@ The anchor is a depthwise 1-D convolution with a dilation. Upwards, layout ops l
 downwards, everything computed from the convolution alone is its activation.
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -31,6 +30,7 @@ from ple_compile.matching.graph import (
     producers,
     value,
 )
+from ple_compile.matching.repeats import asked_once, signature
 from ple_compile.ops.short_conv import stages
 
 # Elements of the widest probe tensor: PyTorch's depthwise convolution takes a second for 10,240 channels in float64.
@@ -174,23 +174,28 @@ def verify_mathematics(conv: ShortConv) -> None:
     stray = open_inputs([conv.activated], set(conv.leaves))
     if stray:
         raise Declined(f"the convolution also reads {stray[0].name}")
-    _probe(conv, (1.0,), precise=True)
+    _verify(conv, (1.0,), precise=True)
 
 
 def verify_rounding(conv: ShortConv) -> None:
     """Raise `Declined` unless the candidate rounds where the op does."""
-    _probe(conv, (1.0, 20.0), precise=False)
+    _verify(conv, (1.0, 20.0), precise=False)
 
 
-def _probe(conv: ShortConv, scales: Iterable[float], *, precise: bool) -> None:
+def _verify(conv: ShortConv, scales: tuple[float, ...], *, precise: bool) -> None:
     nodes = cone([conv.activated], set(conv.leaves))
+    question = signature(nodes, conv.leaves, conv.dilation, conv.activated, conv.transposed, scales, precise)
     try:
-        assignments = probe.size_assignments([*conv.leaves, *nodes], conv.leaves[2:])
-        for sizes in assignments if precise else assignments[:1]:
-            for scale in scales:
-                _probe_once(conv, nodes, sizes, scale, precise=precise)
+        asked_once(conv.activated.graph, question, lambda: _probe(conv, nodes, scales, precise=precise))
     except (probe.Unprobeable, ValueError) as reason:
         raise Declined(str(reason)) from None
+
+
+def _probe(conv: ShortConv, nodes: list[Node], scales: tuple[float, ...], *, precise: bool) -> None:
+    assignments = probe.size_assignments([*conv.leaves, *nodes], conv.leaves[2:])
+    for sizes in assignments if precise else assignments[:1]:
+        for scale in scales:
+            _probe_once(conv, nodes, sizes, scale, precise=precise)
 
 
 def _resize(conv: ShortConv) -> probe.Resize | None:
@@ -241,8 +246,14 @@ def _is_state_write(conv: ShortConv, node: Node) -> bool:
     target = node.args[1] if calls(node, {aten.copy.default}) else node
     if open_inputs([target], sources) or dims(target)[:2] != (dims(conv.x)[0], dims(conv.x)[2]):
         return False
+    nodes = cone([target], sources)
+    question = signature(nodes, "state write", conv.leaves, conv.dilation, target)
+    return asked_once(node.graph, question, lambda: _holds_last_columns(conv, target, nodes))
+
+
+def _holds_last_columns(conv: ShortConv, target: Node, nodes: list[Node]) -> bool:
+    sources = [leaf for leaf in conv.leaves if leaf is not conv.weight]
     try:
-        nodes = cone([target], sources)
         for sizes in probe.size_assignments([*sources, *nodes], conv.leaves[2:]):
             resize, drawn = _draw(conv, sizes, 1.0)
             run = probe.Probe(sizes, resize=resize)

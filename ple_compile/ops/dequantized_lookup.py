@@ -16,6 +16,7 @@ Bytes moved: the stored row in, D values out. Offsets are int64 throughout.
 """
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -23,7 +24,7 @@ from torch import Tensor
 from ple_compile.ops import _host_reads, lookup
 from ple_compile.ops._library import define
 from ple_compile.ops._rounding import TRITON_DTYPE
-from ple_compile.tables import pinning
+from ple_compile.tables import formats, pinning
 
 GROUP = 16  # values that share one scale in nvfp4
 
@@ -40,15 +41,26 @@ def reference(
     dtype: torch.dtype,
 ) -> Tensor:
     check_arguments(table, scale, table_scale, ids, product_dtype, dtype)
-    stored = lookup.reference(table, ids)
+    lookup.check_ids(table, ids)
+    return dequantized(table, scale, table_scale, ids, product_dtype, dtype)
+
+
+def dequantized(
+    table: Tensor,
+    scale: Tensor,
+    table_scale: Tensor | None,
+    ids: Tensor,
+    product_dtype: torch.dtype,
+    dtype: torch.dtype,
+) -> Tensor:
+    """The reference without its look at the ids."""
+    stored = F.embedding(ids, table)
     if table_scale is None:
-        factor = scale.reshape(()) if scale.numel() == 1 else scale.reshape(-1)[ids].unsqueeze(-1)
+        factor = scale.reshape(()) if scale.numel() == 1 else F.embedding(ids, scale.reshape(-1, 1))
         values = stored.view(torch.float8_e4m3fn).to(torch.float32)
         return (values * factor.to(torch.float32)).to(product_dtype).to(dtype)
-    codes = torch.stack([stored & 15, stored >> 4], dim=-1).flatten(-2).long()
-    magnitudes = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], device=table.device)
-    values = torch.cat([magnitudes, -magnitudes])[codes]
-    groups = lookup.reference(scale, ids).to(torch.float32).repeat_interleave(GROUP, dim=-1)
+    values = formats.decode_e2m1(torch.stack([stored & 15, stored >> 4], dim=-1).flatten(-2))
+    groups = F.embedding(ids, scale).to(torch.float32).repeat_interleave(GROUP, dim=-1)
     return (values * groups * table_scale.reshape(())).to(dtype)
 
 

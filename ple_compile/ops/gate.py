@@ -28,7 +28,7 @@ from ple_compile.ops._sums import lane_sums
 from ple_compile.ops._tiles import load_rows, load_vector, row_offsets, row_parts, vector_size
 
 
-def rms_norm(x: Tensor, weight: Tensor, width: int, eps: float, plain: bool) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, width: int, eps: float | Tensor, plain: bool) -> Tensor:
     """Grouped RMS norm in float32 (float64 for float64), rounded back to x's dtype."""
     compute = x if x.dtype == torch.float64 else x.float()
     groups = compute.unflatten(-1, (x.shape[-1] // width, width))
@@ -56,7 +56,7 @@ def stages(
 ) -> dict[str, Tensor]:
     """Every intermediate result by name, in the order in which they are computed."""
     check(key, value, hidden, (norm_key_weight, norm_query_weight, norm_conv_weight))
-    key_eps, query_eps, conv_eps = epsilons(eps, eps_tensors)
+    key_eps, query_eps, conv_eps = eps_tensors or eps
     width = value.shape[-1]
     streams = (key.shape[-1] // width, width)
     key_normed = rms_norm(key, norm_key_weight, width, key_eps, plain).unflatten(-1, streams)

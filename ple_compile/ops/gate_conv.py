@@ -85,27 +85,33 @@ class Inputs(NamedTuple):
         return torch.promote_types(self.sum_dtype, self.hidden.dtype) if self.add_hidden else self.sum_dtype
 
 
-def reference_with_normed(inputs: Inputs) -> tuple[Tensor, Tensor]:
-    gated, normed = gate_op.reference(
-        *inputs[:6], inputs.mask, inputs.eps, inputs.eps_tensors, inputs.gate_dtype, inputs.plain
-    )
-    out = gated + short_conv_op.reference(normed, inputs.conv_weight, inputs.state, inputs.dilation)
-    return (inputs.hidden + out if inputs.add_hidden else out), normed
+def gated_and_normed(inputs: Inputs) -> tuple[Tensor, Tensor]:
+    return gate_op.reference(*inputs[:6], inputs.mask, inputs.eps, inputs.eps_tensors, inputs.gate_dtype, inputs.plain)
 
 
 def reference(*args) -> Tensor:
-    return reference_with_normed(Inputs(*args))[0]
+    inputs = Inputs(*args)
+    gated, normed = gated_and_normed(inputs)
+    return summed(inputs, gated, short_conv_op.reference(normed, inputs.conv_weight, inputs.state, inputs.dilation))
+
+
+def summed(inputs: Inputs, gated: Tensor, convolved: Tensor) -> Tensor:
+    out = gated + convolved
+    return inputs.hidden + out if inputs.add_hidden else out
 
 
 def reference_update(*args) -> tuple[Tensor, Tensor]:
     *shared, window = args
     inputs = Inputs(*shared)
+    check(inputs)
     check_window(inputs, window)
-    out, normed = reference_with_normed(inputs)
-    columns = normed.transpose(1, 2)
-    past = columns.new_zeros(*columns.shape[:2], window) if inputs.state is None else inputs.state.to(columns.dtype)
-    history = torch.cat([past, columns], dim=-1)
-    return out, history[..., history.shape[-1] - window :].contiguous()
+    gated, normed = gated_and_normed(inputs)
+    reach = (inputs.conv_weight.shape[-1] - 1) * inputs.dilation
+    columns = max(window, reach) if inputs.state is None else inputs.state.shape[-1]
+    history = short_conv_op.with_history(normed, inputs.state, columns)
+    convolved = short_conv_op.convolved(history[..., columns - reach :], inputs.conv_weight, inputs.dilation)
+    new_state = history[..., history.shape[-1] - window :].to(normed.dtype).contiguous()
+    return summed(inputs, gated, convolved), new_state
 
 
 def reference_update_(*args) -> Tensor:

@@ -24,6 +24,11 @@ def reference(x: Tensor, key_weight: Tensor, value_weight: Tensor) -> Tensor:
     return F.linear(x, torch.cat([key_weight, value_weight]))
 
 
+def apart(x: Tensor, key_weight: Tensor, value_weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Key and value as two tensors, from weights that stay where they are."""
+    return F.linear(x, key_weight), F.linear(x, value_weight)
+
+
 def project(x: Tensor, key_weight: Tensor, value_weight: Tensor) -> Tensor:
     _check(x, key_weight, value_weight)
     # The op's types are its arguments': under autocast the product would come out in another.

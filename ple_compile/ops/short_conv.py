@@ -28,21 +28,37 @@ from ple_compile.tuning.table import chosen
 def stages(x: Tensor, weight: Tensor, state: Tensor | None, dilation: int) -> dict[str, Tensor]:
     """Every intermediate result by name, in the order in which they are computed."""
     check(x, weight, state, dilation)
-    left = (weight.shape[-1] - 1) * dilation
-    sequence = x.transpose(1, 2).to(weight.dtype)
-    if state is None:
-        sequence = F.pad(sequence, (left, 0))
-    else:
-        sequence = torch.cat([state[..., state.shape[-1] - left :].to(weight.dtype), sequence], dim=-1)
-    convolved = F.conv1d(sequence, weight.reshape(x.shape[-1], 1, -1), groups=x.shape[-1], dilation=dilation)
-    activated = F.silu(convolved).transpose(1, 2).contiguous()
-    return {"padded sequence": sequence, "convolution": convolved, "activation": activated}
+    history = with_history(x, state, (weight.shape[-1] - 1) * dilation)
+    sums, activated = _convolution(history, weight, dilation)
+    return {"padded sequence": history.to(weight.dtype), "convolution": sums, "activation": activated}
 
 
 def reference(x: Tensor, weight: Tensor, state: Tensor | None, dilation: int) -> Tensor:
-    if x.numel() == 0:
-        return fake(x, weight, state, dilation)
     return stages(x, weight, state, dilation)["activation"]
+
+
+def with_history(x: Tensor, state: Tensor | None, columns: int) -> Tensor:
+    """[B, C, columns + S]: the last `columns` columns of `state`, or zeros, and then x."""
+    if state is None:
+        return F.pad(x.transpose(1, 2), (columns, 0))
+    return torch.cat([state[..., state.shape[-1] - columns :], x.transpose(1, 2)], dim=-1)
+
+
+def convolved(history: Tensor, weight: Tensor, dilation: int) -> Tensor:
+    """[B, S, C]: the convolution with silu of `history` [B, C, (K - 1) * dilation + S]."""
+    return _convolution(history, weight, dilation)[1]
+
+
+def _convolution(history: Tensor, weight: Tensor, dilation: int) -> tuple[Tensor, Tensor]:
+    """Sums [B, C, S], and what silu makes of them [B, S, C]."""
+    batch, channels, columns = history.shape
+    seq = columns - (weight.shape[-1] - 1) * dilation
+    if batch * seq * channels == 0:
+        sums = history.new_empty(batch, channels, seq, dtype=weight.dtype)
+        return sums, sums.transpose(1, 2)
+    taps = weight.reshape(channels, 1, -1)
+    sums = F.conv1d(history.to(weight.dtype), taps, groups=channels, dilation=dilation)
+    return sums, F.silu(sums).transpose(1, 2).contiguous()
 
 
 @triton.jit

@@ -80,6 +80,23 @@ def test_gates_that_differ_in_one_constant(change: dict, reason: str | None, dty
         assert [name for name, why in found.declines() if reason in why] == ["fuse_gate"]
 
 
+@pytest.mark.parametrize("change", [{}, {"clamp": 1e-5}, {"scale": 6.0}], ids=["the gate", "clamp", "scale"])
+def test_a_gate_behind_the_gate_itself(change: dict) -> None:
+    """What was found out about the first holds for equal ones alone."""
+    case = Case()
+    layer = case.layer()
+    streams, _, _ = case.inputs()
+    embeddings = torch.randn(2, case.length, layer.key_proj.in_features)
+
+    def both(s: Tensor, e: Tensor) -> tuple[Tensor, Tensor]:
+        return gate(layer, s + 1, e), gate(layer, s, e, **change)
+
+    found, actual, expected = compiled_and_eager(both, streams, embeddings)
+    torch.testing.assert_close(actual, expected)
+    assert found.counts()["fuse_gate"] == 1 + (not change)
+    assert any(DIFFERS in why for _, why in found.declines()) == bool(change)
+
+
 def compiled_gate(case: Case, **change: Any) -> Traced:
     """Compile a gate; its results must be eager's, in 16 bits 99.9 % of them bit for bit."""
     layer = case.layer()
