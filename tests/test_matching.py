@@ -5,7 +5,7 @@ import torch
 from torch.fx import Graph, Node
 
 from ple_compile.matching.candidates import Declined
-from ple_compile.matching.graph import casts_up_or_keeps, prims
+from ple_compile.matching.graph import aten, casts_up_or_keeps, open_inputs, prims
 from ple_compile.matching.packed_conv import _requests
 
 
@@ -35,3 +35,11 @@ def test_what_a_pool_is_updated_by() -> None:
     assert _requests(slots, [accepted, flags, starts]) == (starts, slots, flags, accepted)
     with pytest.raises(Declined, match="reads starts, flags, accepted, more, not query_start_loc"):
         _requests(slots, [starts, flags, accepted, more])
+
+
+def test_a_size_is_no_input() -> None:
+    graph = Graph()
+    x, weight = (placeholder(graph, name, torch.ones(6)) for name in ("x", "weight"))
+    size = graph.call_function(aten.sym_size.int, (x, 0))
+    view = graph.call_function(aten.reshape.default, (weight, [size]))
+    assert open_inputs([view], set()) == [weight]

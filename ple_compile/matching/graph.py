@@ -26,6 +26,7 @@ VIEWS = {
     aten.clone.default,
 }
 LAYOUT = VIEWS | CASTS
+SIZES = {aten.sym_size.int, aten.sym_stride.int, aten.sym_numel.default, aten.sym_storage_offset.default}
 DEVICE_COPIES = {prims.device_put.default, aten._to_copy.default}
 
 
@@ -113,12 +114,12 @@ def cone(roots: Iterable[Node], leaves: set[Node]) -> list[Node]:
 
 
 def open_inputs(roots: Iterable[Node], leaves: set[Node]) -> list[Node]:
-    """Tensor placeholders and attributes that `roots` reach without passing through `leaves`."""
+    """Tensor placeholders and attributes that `roots` reach without passing through `leaves`; not by their sizes."""
     seen: set[Node] = set()
     stack, found = list(roots), []
     while stack:
         node = stack.pop()
-        if node in seen or node in leaves:
+        if node in seen or node in leaves or calls(node, SIZES):
             continue
         seen.add(node)
         if node.op in ("placeholder", "get_attr"):

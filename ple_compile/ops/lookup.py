@@ -12,6 +12,7 @@ never read. `check_ids` finds such ids at the price of a host synchronisation.
 Bytes moved: each row once in, once out; ids once. Offsets are int64 throughout.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -97,21 +98,28 @@ def empty_rows(table: Tensor, ids: Tensor) -> Tensor:
 
 def gather_into(rows: Tensor, table: Tensor, ids: Tensor) -> None:
     """Launch the gather on the current stream; `rows` and `ids` are contiguous."""
-    if rows.numel() == 0:
-        return
+    if rows.numel():
+        prepared(table, ids)(rows)
+
+
+def prepared(table: Tensor, ids: Tensor) -> Callable[[Tensor], None]:
+    """What launches the gather of contiguous `ids`, not empty, into the rows that it is given.
+
+    It may run on another stream, and holds what it reads. What puts the ids in order is launched here: many short
+    kernels, each of which would wait for a place beside others.
+    """
     if not pinning.is_host_memory(table):
         row_bytes = table.shape[1] * table.element_size()
-        run(rows, table, ids, chosen("lookup", Choices(), table.device, row_bytes=row_bytes))
-        return
+        choices = chosen("lookup", Choices(), table.device, row_bytes=row_bytes)
+        return lambda rows: run(rows, table, ids, choices)
     cache = hot_rows.cache_of(table, ids.device) if ids.numel() >= hot_rows.MIN_IDS else None
     if cache is not None and cache.is_current():
-        cache.gather_into(rows, table, ids)
-        return
-    order = None
-    if ids.numel() >= _host_reads.ORDERED_FROM:
-        order = _host_reads.address_order(ids, table.shape[0])
-        ids = ids.view(-1)[order]
-    run(rows, table, ids, HOST_CHOICES, order)
+        return lambda rows: cache.gather_into(rows, table, ids)
+    if ids.numel() < _host_reads.ORDERED_FROM:
+        return lambda rows: run(rows, table, ids, HOST_CHOICES)
+    order = _host_reads.address_order(ids, table.shape[0])
+    sorted_ids = ids.view(-1)[order]
+    return lambda rows: run(rows, table, sorted_ids, HOST_CHOICES, order)
 
 
 def run(rows: Tensor, table: Tensor, ids: Tensor, choices: Choices, order: Tensor | None = None) -> None:

@@ -9,12 +9,13 @@ a Python attribute, so the wait can hand over that very buffer, without a copy a
 graph-visible input. Its data dependence states the order. Nothing is shared between two flights.
 
 Memory and streams: the buffer is allocated on the caller's stream before the fork and released on it after the join.
-The side stream reads a copy of the ids: Inductor may give start and wait a buffer each with the same ids, and then
-reuses the start's while the transfer runs. Each caller's stream has its own side stream, so a CUDA-graph capture forks
-and joins inside itself: start and wait belong into one capture. A wait on another stream than its start's hands over a
-copy, since that stream may allocate from the pool of a CUDA graph (Inductor's warm-up does). A flight that is dropped
-without its wait joins when it is dropped. A wait whose flight arrives without its buffer (it was waited for before)
-fetches the rows itself.
+The ids are put in order before the fork, on the caller's stream; the side stream gets the one kernel that takes long.
+It reads a copy of the ids: Inductor may give start and wait a buffer each with the same ids, and then reuses the
+start's while the transfer runs. Each caller's stream has its own side stream, so a CUDA-graph capture forks and joins
+inside itself: start and wait belong into one capture. A wait on another stream than its start's hands over a copy,
+since that stream may allocate from the pool of a CUDA graph (Inductor's warm-up does). A flight that is dropped without
+its wait joins when it is dropped. A wait whose flight arrives without its buffer (it was waited for before) fetches the
+rows itself.
 
 The CPU does the whole lookup in the start.
 """
@@ -36,7 +37,7 @@ class _Transfer:
     """Rows that a side stream is writing, and what it reads meanwhile."""
 
     rows: Tensor
-    inputs: tuple[Tensor, Tensor]  # kept until the join
+    gather: object  # holds what the side stream reads, until the join
     main: torch.Stream
     done: torch.Event
     captured: bool
@@ -70,15 +71,17 @@ def wait_on_cpu(flight: Tensor, table: Tensor, ids: Tensor) -> Tensor:
 
 def start_on_cuda(table: Tensor, ids: Tensor) -> Tensor:
     lookup.check_arguments(table, ids)
-    rows, own_ids = lookup.empty_rows(table, ids), ids.clone(memory_format=torch.contiguous_format)
+    rows = lookup.empty_rows(table, ids)
     flight = torch.empty(1, dtype=torch.uint8, device=ids.device)
+    gather = lookup.prepared(table, ids.clone(memory_format=torch.contiguous_format)) if rows.numel() else None
     main = torch.accelerator.current_stream(ids.device)
     side = _side_stream(main)
     side.wait_stream(main)
-    with side:
-        lookup.gather_into(rows, table, own_ids)
+    if gather is not None:
+        with side:
+            gather(rows)
     captured = torch.cuda.is_current_stream_capturing()
-    flight.__dict__["transfer"] = _Transfer(rows, (table, own_ids), main, side.record_event(), captured)
+    flight.__dict__["transfer"] = _Transfer(rows, gather, main, side.record_event(), captured)
     return flight
 
 
