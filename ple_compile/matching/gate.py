@@ -15,6 +15,7 @@ import torch
 from torch.fx import Graph, Node
 
 from ple_compile.matching import probe
+from ple_compile.matching.bounds import Bounds
 from ple_compile.matching.candidates import Declined
 from ple_compile.matching.difference import where_they_part
 from ple_compile.matching.graph import (
@@ -208,7 +209,7 @@ def _scaled(norm: Norm, product: Node) -> tuple[Node, Node, Node]:
         inputs = tensor_inputs(node)
         if not (is_pointwise(node) or calls(node, REDUCTIONS | LAYOUT)) or inside.isdisjoint(inputs):
             continue
-        if all(n in inside or value(n).dim() == 0 or _vector(n) is not None for n in inputs):
+        if all(n in inside or value(n).dim() == 0 or _vector(n, product) is not None for n in inputs):
             inside.add(node)
     normed = depends_on(sorted(inside), {norm.root})
     read = [n for n in sorted(normed) if any(u not in inside for u in n.users)]
@@ -219,11 +220,13 @@ def _scaled(norm: Norm, product: Node) -> tuple[Node, Node, Node]:
     return weights[0], _scale(weights[0], nodes), read[-1]
 
 
-def _vector(node: Node) -> Node | None:
-    """The weight that `node` is made of, and of nothing else."""
+def _vector(node: Node, product: Node) -> Node | None:
+    """The weight of all channels of `product` that `node` is made of, and of nothing else."""
     leaves = open_inputs([node], set()) if node.op == "call_function" else [node]
     is_weight = len(leaves) == 1 and value(leaves[0]).is_floating_point() and 0 < value(leaves[0]).dim() <= 2
-    return leaves[0] if is_weight and value(leaves[0]).numel() == value(node).numel() else None
+    channels = dims(product)[-1:], dims(product)[-2:]
+    sizes = [math.prod(shape) for shape in channels if all(isinstance(size, int) for size in shape)]
+    return leaves[0] if is_weight and value(node).numel() == value(leaves[0]).numel() in sizes else None
 
 
 def _scale(weight: Node, nodes: list[Node]) -> Node:
@@ -325,12 +328,13 @@ def _verify(gate: Gate) -> None:
 
 
 def _probe(gate: Gate, nodes: list[Node]) -> None:
-    assignments = probe.size_assignments([*gate.leaves, *nodes])
+    assignments, bounds = probe.size_assignments([*gate.leaves, *nodes]), Bounds(nodes)
     for sizes in assignments:
-        _probe_once(gate, nodes, sizes, 1.0, precise=True)
+        bounds.saw(_probe_once(gate, nodes, sizes, 1.0, precise=True))
     for precise in (True, False):
         for scale in SCALES:
-            _probe_once(gate, nodes, assignments[0], scale, precise=precise)
+            bounds.saw(_probe_once(gate, nodes, assignments[0], scale, precise=precise))
+    bounds.check()
 
 
 def _resize(gate: Gate, nodes: list[Node]) -> probe.TokenResize | None:
@@ -370,7 +374,8 @@ def _draw(gate: Gate, leaf: Node, shape: tuple[int, ...], scale: float, generato
     return tensor
 
 
-def _probe_once(gate: Gate, nodes: list[Node], sizes: dict, scale: float, *, precise: bool) -> None:
+def _probe_once(gate: Gate, nodes: list[Node], sizes: dict, scale: float, *, precise: bool) -> dict[Node, object]:
+    """The values of all nodes; raises `Declined` where they differ from the op's."""
     generator = torch.Generator().manual_seed(int(scale * 1e10) % 2**31)
     empty = probe.Probe(sizes, precise=precise, resize=_resize(gate, nodes))
     samples = _samples(gate, empty.shape(gate.hidden), precise=precise)
@@ -396,6 +401,7 @@ def _probe_once(gate: Gate, nodes: list[Node], sizes: dict, scale: float, *, pre
             what = "differs from the PLE gate" if precise else "rounds at other points than the PLE gate"
             agreed = parting.stage if precise else parting.stage + len(expected)
             raise Declined(f"the {stage} at {root.name} {what}{parting.text}", parting.node, agreed)
+    return {**drawn, **values}
 
 
 def _expected(gate: Gate, leaf: dict[Node, torch.Tensor], run: probe.Probe) -> dict[str, torch.Tensor]:

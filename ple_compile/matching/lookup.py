@@ -14,6 +14,7 @@ import torch
 from torch.fx import Graph, Node
 
 from ple_compile.matching import probe
+from ple_compile.matching.bounds import Bounds
 from ple_compile.matching.candidates import Declined
 from ple_compile.matching.graph import (
     CASTS,
@@ -212,16 +213,22 @@ def _verify(lookup: QuantizedLookup) -> None:
         for user in node.users:
             if user not in interior:
                 raise Declined(f"{node.name} inside the lookup is read by {user.name}")
-    generator = torch.Generator().manual_seed(0)
+    generator, bounds = torch.Generator().manual_seed(0), Bounds(nodes)
     try:
         for number, sizes in enumerate(probe.size_assignments([*lookup.leaves, *nodes])):
-            _probe(lookup, nodes, sizes, generator, PROBE_VALUES if number == 0 else 1)
+            _probe(lookup, nodes, sizes, generator, PROBE_VALUES if number == 0 else 1, bounds)
     except probe.Unprobeable as reason:
         raise Declined(str(reason)) from None
+    bounds.check()
 
 
 def _probe(
-    lookup: QuantizedLookup, nodes: list[Node], sizes: dict, generator: torch.Generator, least_values: int
+    lookup: QuantizedLookup,
+    nodes: list[Node],
+    sizes: dict,
+    generator: torch.Generator,
+    least_values: int,
+    bounds: Bounds,
 ) -> None:
     resize = _FewerIds.of(lookup, nodes)
     ids_shape = probe.Probe(sizes).shape(lookup.ids) if resize is None else resize.after
@@ -241,6 +248,7 @@ def _probe(
         if lookup.table_scale is not None and table_scale is not None:
             run.env[lookup.table_scale] = table_scale.reshape(value(lookup.table_scale).shape)
         run.run(nodes)
+        bounds.saw(run.env)
         actual = run.env[lookup.root]
         assert isinstance(actual, torch.Tensor)
         if actual.shape != expected.shape or not torch.equal(actual.isnan(), expected.isnan()):

@@ -16,6 +16,7 @@ import torch
 from torch.fx import Graph, Node
 
 from ple_compile.matching import ngram_ids, probe
+from ple_compile.matching.bounds import Bounds
 from ple_compile.matching.candidates import Declined
 from ple_compile.matching.graph import (
     VIEWS,
@@ -245,7 +246,7 @@ def _compare(conv: PackedConv, root: Node, leaves: list[Node], expected, *, exac
     stray = [n for n in open_inputs([root], set(leaves)) if n not in leaves]
     if stray:
         raise Declined(f"{root.name} also reads {stray[0].name}")
-    state = conv.state
+    state, bounds = conv.state, Bounds(nodes)
     try:
         every = sizes_of_batches([*leaves, *nodes], state.x, [state.pool, conv.weight])
         for i, sizes in enumerate(every):
@@ -254,12 +255,14 @@ def _compare(conv: PackedConv, root: Node, leaves: list[Node], expected, *, exac
                     leaf, requests, run = _draw(conv, leaves, sizes, kind, precise)
                     wanted = expected(leaf, requests)
                     run.run(nodes)
+                    bounds.saw(run.env)
                     actual = run.env[root]
                     same = _identical if exact else probe.close if precise else probe.same_rounding
                     if not any(same(actual, one) for one in wanted):
                         raise Declined(f"{root.name} differs from the packed convolution's")
     except (probe.Unprobeable, ValueError, IndexError) as reason:
         raise Declined(str(reason)) from None
+    bounds.check()
 
 
 def _identical(actual: torch.Tensor, wanted: torch.Tensor) -> bool:

@@ -12,6 +12,7 @@ import torch
 from torch.fx import Graph, Node
 
 from ple_compile.matching import probe
+from ple_compile.matching.bounds import Bounds
 from ple_compile.matching.candidates import Declined
 from ple_compile.matching.difference import where_they_part
 from ple_compile.matching.graph import (
@@ -192,10 +193,11 @@ def _verify(conv: ShortConv, scales: tuple[float, ...], *, precise: bool) -> Non
 
 
 def _probe(conv: ShortConv, nodes: list[Node], scales: tuple[float, ...], *, precise: bool) -> None:
-    assignments = probe.size_assignments([*conv.leaves, *nodes], conv.leaves[2:])
+    assignments, bounds = probe.size_assignments([*conv.leaves, *nodes], conv.leaves[2:]), Bounds(nodes)
     for sizes in assignments if precise else assignments[:1]:
         for scale in scales:
-            _probe_once(conv, nodes, sizes, scale, precise=precise)
+            bounds.saw(_probe_once(conv, nodes, sizes, scale, precise=precise))
+    bounds.check()
 
 
 def _resize(conv: ShortConv) -> probe.Resize | None:
@@ -222,7 +224,8 @@ def _draw(conv: ShortConv, sizes: dict, scale: float) -> tuple[probe.Resize | No
     return resize, drawn
 
 
-def _probe_once(conv: ShortConv, nodes: list[Node], sizes: dict, scale: float, *, precise: bool) -> None:
+def _probe_once(conv: ShortConv, nodes: list[Node], sizes: dict, scale: float, *, precise: bool) -> dict[Node, object]:
+    """The values of all nodes; raises `Declined` where they differ from the op's."""
     resize, drawn = _draw(conv, sizes, scale)
     run = probe.Probe(sizes, precise=precise, resize=resize)
     run.env = {leaf: tensor.to(run.dtype(tensor.dtype)) for leaf, tensor in drawn.items()}
@@ -230,7 +233,7 @@ def _probe_once(conv: ShortConv, nodes: list[Node], sizes: dict, scale: float, *
     run.run(nodes)
     state = leaf[conv.state] if conv.state is not None else None
     if leaf[conv.x].numel() == 0:
-        return
+        return run.env
     expected = stages(leaf[conv.x], leaf[conv.weight], state, conv.dilation)
     actual = run.env[conv.activated]
     actual = actual.transpose(1, 2) if conv.transposed else actual
@@ -239,6 +242,7 @@ def _probe_once(conv: ShortConv, nodes: list[Node], sizes: dict, scale: float, *
         parting = where_they_part(nodes, run.env, expected, "activation", same)
         what = "differs from silu of a causal dilated convolution" if precise else "rounds at other points than eager's"
         raise Declined(f"the activation at {conv.activated.name} {what}{parting.text}", parting.node)
+    return run.env
 
 
 def _is_state_write(conv: ShortConv, node: Node) -> bool:

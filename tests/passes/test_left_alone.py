@@ -385,3 +385,51 @@ def test_graphs_on_which_a_probe_cannot_run(call: Callable) -> None:
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
         _, actual, expected = compiled_and_eager(call, torch.randn(4), ids, torch.randn(300, 8))
     torch.testing.assert_close(actual, expected)
+
+
+class Bounded(nn.Module):
+    """What a module returns, up to a bound."""
+
+    def __init__(self, inner: nn.Module, bound: Callable[[Tensor], Tensor]):
+        super().__init__()
+        self.inner, self.bound = inner, bound
+
+    def forward(self, *args: Tensor) -> Tensor:
+        return self.bound(self.inner(*args))
+
+
+@pytest.mark.parametrize(
+    "bound",
+    [
+        lambda x: x.clamp(-3000, 3000),
+        lambda x: torch.minimum(x, torch.tensor(3000.0)),
+        lambda x: torch.where(x.abs() > 3000, 0, x),
+        lambda x: x.nan_to_num(0, 3000, -3000),
+    ],
+    ids=["clamp", "minimum", "where", "nan_to_num"],
+)
+@pytest.mark.parametrize("part", ["norm_key", "norm_query", "norm_conv", "conv1d"])
+def test_a_bound_that_no_probe_reaches(part: str, bound: Callable[[Tensor], Tensor]) -> None:
+    """It acts on these weights, and must go on to."""
+    case = Case(model="transformers")
+    layer = case.layer()
+    streams, ids, _ = case.inputs()
+    inner = getattr(layer, part)
+    with torch.no_grad():
+        inner.weight += 10_000
+    setattr(layer, part, Bounded(inner, bound))
+    found, actual, expected = compiled_and_eager(lambda s, i: layer(s, i, None), streams, ids)
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
+    assert found.declines()
+
+
+def test_a_mask_of_floats_is_no_weight() -> None:
+    case = Case(model="transformers", mask=True)
+    layer = case.layer()
+    streams, ids, mask = case.inputs()
+    assert mask is not None
+    found, actual, expected = compiled_and_eager(
+        lambda s, i, m: case.call(layer, s, i, m, None), streams, ids, mask.float()
+    )
+    torch.testing.assert_close(actual, expected)
+    assert not found.declines() and found.counts()["fuse_gate"] == 1
