@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from ple_compile.tables.formats import E4M3, FP8Embedding, NVFP4Embedding, QuantizedEmbedding, RowScaledFP8Embedding
-from ple_compile.tables.tensor_file import StoredTensor, read_header
+from ple_compile.tables.tensor_file import StoredTensor, part_of, read_header
 
 INDEX = "model.safetensors.index.json"
 _NAME = re.compile(r"(?P<base>.+?)(?:\.shard_(?P<number>\d+))?\.(?P<parameter>weight|weight_scale|weight_scale_2)")
@@ -70,6 +70,8 @@ class Checkpoint:
         wanted = _path(table.removesuffix(".weight"))
         bases = [base for base in self.groups if _path(base)[-len(wanted) :] == wanted]
         exact = [base for base in bases if _path(base) == wanted]
+        if not bases:
+            _refuse_unfinished(self.directory)
         if len(exact or bases) != 1:
             found = ", ".join(exact or bases) or "no tensor of that name"
             raise ValueError(f"{self.directory} has {found} for {table}; one table is needed")
@@ -148,11 +150,20 @@ def _path(name: str) -> list[str]:
     return [part for part in name.split(".") if part not in _WRAPPERS]
 
 
+def _refuse_unfinished(directory: Path) -> None:
+    for part in sorted(directory.glob(part_of(Path("*.safetensors")).name)):
+        raise ValueError(
+            f"{part} is unfinished, so it is not read; finish it with the same call of save_tables or quantize_tables "
+            f"again, or delete every file that begins with {part.stem}"
+        )
+
+
 def _tensors(directory: Path) -> list[StoredTensor]:
     index = directory / INDEX
     if not index.exists():
         files = sorted(directory.glob("*.safetensors"))
         if not files:
+            _refuse_unfinished(directory)
             raise ValueError(f"{directory} has no safetensors files, the only kind that is read")
         return [tensor for file in files for tensor in read_header(file).values()]
     weight_map = json.loads(index.read_text())["weight_map"]

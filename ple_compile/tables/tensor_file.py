@@ -143,17 +143,25 @@ def map_file(file: Path, *, writable: bool = False) -> Tensor:
 Shapes = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 
 
+def part_of(file: Path) -> Path:
+    """What a file is called until all of it is written."""
+    return file.with_name(file.name + ".part")
+
+
 class TensorWriter:
-    """A file of tensors whose rows are written in any order; the space is there from the start, or it is an error."""
+    """A file of tensors whose rows are written in any order; the space is there from the start, or it is an error.
+
+    The file has its name from the end of the `with` block on; until then it is `part_of(file)`, which nobody loads.
+    """
 
     def __init__(self, file: Path, shapes: Shapes, *, resume: bool = False):
-        self.file = file
+        self.file, part = file, part_of(file)
         header, self._offsets, total = _layout(shapes)
         self._row_bytes = {name: math.prod(shape[1:]) * dtype.itemsize for name, (dtype, shape) in shapes.items()}
-        self._descriptor = os.open(file, os.O_RDWR if resume else os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
+        self._descriptor = os.open(part, os.O_RDWR if resume else os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
         try:
             if resume and os.pread(self._descriptor, len(header), 0) != header:
-                raise ValueError(f"{file} holds other tensors than those that were to be continued; delete it")
+                raise ValueError(f"{part} holds other tensors than those that were to be continued; delete it")
             os.pwrite(self._descriptor, header, 0)
             os.posix_fallocate(self._descriptor, 0, total)
         except BaseException:
@@ -175,7 +183,12 @@ class TensorWriter:
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        os.close(self._descriptor)
+        try:
+            if error is None:
+                self.flush()
+                os.replace(part_of(self.file), self.file)
+        finally:
+            os.close(self._descriptor)
 
 
 def _layout(shapes: Shapes) -> tuple[bytes, dict[str, int], int]:

@@ -9,7 +9,8 @@ from ple_compile.tables.formats import FORMATS
 from ple_compile.tables.load import load_tables
 from ple_compile.tables.offload import offload_tables
 from ple_compile.tables.save import save_tables
-from tests.checkpoints import table_rows
+from ple_compile.tables.tensor_file import TensorWriter
+from tests.checkpoints import table_rows, write_checkpoint
 from tests.tables.test_formats import quantized
 from tests.tables.test_load import BASE, ROWS, WIDTH, Model
 
@@ -95,6 +96,34 @@ def test_what_transformers_saves_is_loaded(tmp_path):
         fresh.get_parameter(name).zero_()
     load_tables(fresh, tmp_path)
     assert torch.equal(fresh.get_parameter(name), model.get_parameter(name))
+
+
+def stopped(monkeypatch, number):
+    """In a context: the call of `write_rows` with this number, counted from zero, is interrupted."""
+    write, calls = TensorWriter.write_rows, []
+
+    def write_rows(*args):
+        if len(calls) == number:
+            raise KeyboardInterrupt
+        calls.append(args)
+        write(*args)
+
+    monkeypatch.setattr(TensorWriter, "write_rows", write_rows)
+    return pytest.raises(KeyboardInterrupt)
+
+
+@pytest.mark.parametrize("rest", [False, True])
+def test_what_is_unfinished_does_not_load(tmp_path, monkeypatch, rest):
+    if rest:
+        write_checkpoint(tmp_path, 5, 2, base="model.norm")
+    with monkeypatch.context() as patch, stopped(patch, 2):
+        save_tables(filled(), tmp_path, 3)
+    with pytest.raises(ValueError, match=r"ngram_tables-00001-of-00001.safetensors.part is unfinished"):
+        load_tables(Model(), tmp_path)
+    save_tables(filled(), tmp_path, 3)
+    model = Model()
+    load_tables(model, tmp_path)
+    assert torch.equal(model.table.weight, table_rows(0, ROWS, WIDTH)) and not list(tmp_path.glob("*.part"))
 
 
 def test_a_directory_that_has_the_table_already(tmp_path):
