@@ -13,9 +13,10 @@ from pathlib import Path
 import torch
 
 from ple_compile.tables.formats import E4M3, FP8Embedding, NVFP4Embedding, QuantizedEmbedding, RowScaledFP8Embedding
-from ple_compile.tables.tensor_file import StoredTensor, part_of, read_header
+from ple_compile.tables.tensor_file import PART, StoredTensor, read_header
 
 INDEX = "model.safetensors.index.json"
+SAVING = "ngram_tables.progress"  # lists the files that `save_tables` is writing
 _NAME = re.compile(r"(?P<base>.+?)(?:\.shard_(?P<number>\d+))?\.(?P<parameter>weight|weight_scale|weight_scale_2)")
 # Wrappers around the text model that a checkpoint may have and a model may not, or the reverse.
 _WRAPPERS = {"model", "language_model", "module", "_orig_mod"}
@@ -151,14 +152,21 @@ def _path(name: str) -> list[str]:
 
 
 def _refuse_unfinished(directory: Path) -> None:
-    for part in sorted(directory.glob(part_of(Path("*.safetensors")).name)):
+    """Name what a call that was stopped left, where a table is missing."""
+    for part in sorted(directory.glob(f"*.safetensors{PART}")):
         raise ValueError(
-            f"{part} is unfinished, so it is not read; finish it with the same call of save_tables or quantize_tables "
-            f"again, or delete every file that begins with {part.stem}"
+            f"{part} is unfinished, so it is not read; finish it with the same call of quantize_tables again, "
+            f"or delete every file that begins with {part.stem}"
         )
 
 
 def _tensors(directory: Path) -> list[StoredTensor]:
+    note = directory / SAVING
+    if note.exists():
+        raise ValueError(
+            f"{note} says that save_tables was stopped here; finish it with the same call again, or delete it and "
+            "the files that it lists"
+        )
     index = directory / INDEX
     if not index.exists():
         files = sorted(directory.glob("*.safetensors"))

@@ -34,6 +34,7 @@ _DTYPES = {
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _MOST_HEADER_BYTES = 100_000_000
 _ALIGNMENT = 64
+PART = ".part"
 
 
 @dataclass(frozen=True)
@@ -145,7 +146,7 @@ Shapes = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 
 def part_of(file: Path) -> Path:
     """What a file is called until all of it is written."""
-    return file.with_name(file.name + ".part")
+    return file.with_name(file.name + PART)
 
 
 class TensorWriter:

@@ -1,13 +1,19 @@
 """save_tables: what it writes is a checkpoint, for load_tables, for safetensors, and for transformers."""
 
+import json
+import os
+from pathlib import Path
+
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import nn
 
 from ple_compile.tables import save as save_module
 from ple_compile.tables.formats import FORMATS
 from ple_compile.tables.load import load_tables
 from ple_compile.tables.offload import offload_tables
+from ple_compile.tables.parts import INDEX
 from ple_compile.tables.save import save_tables
 from ple_compile.tables.tensor_file import TensorWriter
 from tests.checkpoints import table_rows, write_checkpoint
@@ -98,17 +104,17 @@ def test_what_transformers_saves_is_loaded(tmp_path):
     assert torch.equal(fresh.get_parameter(name), model.get_parameter(name))
 
 
-def stopped(monkeypatch, number):
-    """In a context: the call of `write_rows` with this number, counted from zero, is interrupted."""
-    write, calls = TensorWriter.write_rows, []
+def stopped(monkeypatch, owner, name, number):
+    """In a context of patches: call `number` of a function, counted from zero, is interrupted."""
+    function, calls = getattr(owner, name), []
 
-    def write_rows(*args):
+    def stopping(*args):
         if len(calls) == number:
             raise KeyboardInterrupt
         calls.append(args)
-        write(*args)
+        return function(*args)
 
-    monkeypatch.setattr(TensorWriter, "write_rows", write_rows)
+    monkeypatch.setattr(owner, name, stopping)
     return pytest.raises(KeyboardInterrupt)
 
 
@@ -116,14 +122,60 @@ def stopped(monkeypatch, number):
 def test_what_is_unfinished_does_not_load(tmp_path, monkeypatch, rest):
     if rest:
         write_checkpoint(tmp_path, 5, 2, base="model.norm")
-    with monkeypatch.context() as patch, stopped(patch, 2):
+    with monkeypatch.context() as patch, stopped(patch, TensorWriter, "write_rows", 2):
         save_tables(filled(), tmp_path, 3)
-    with pytest.raises(ValueError, match=r"ngram_tables-00001-of-00001.safetensors.part is unfinished"):
+    (part,) = tmp_path.glob("ngram*.part")
+    assert part.name == "ngram_tables-00001-of-00001.safetensors.part"
+    with pytest.raises(ValueError, match=r"ngram_tables.progress says that save_tables was stopped here; finish it"):
         load_tables(Model(), tmp_path)
-    save_tables(filled(), tmp_path, 3)
+    assert_saves(tmp_path, 3)
+
+
+def assert_saves(directory, num_parts):
+    save_tables(filled(), directory, num_parts)
     model = Model()
-    load_tables(model, tmp_path)
-    assert torch.equal(model.table.weight, table_rows(0, ROWS, WIDTH)) and not list(tmp_path.glob("*.part"))
+    load_tables(model, directory)
+    assert torch.equal(model.table.weight, table_rows(0, ROWS, WIDTH))
+    listed = set(json.loads((directory / INDEX).read_text())["weight_map"].values())
+    assert {file.name for file in directory.iterdir()} == {INDEX, *listed}
+
+
+STOPS = {
+    "in the second file": (TensorWriter, "write_rows", 3),
+    "between two files": (os, "replace", 1),
+    "before the single file is renamed": (Path, "rename", 0),
+    "before the index": (os, "replace", 4),
+    "after the index": (Path, "unlink", 0),
+}
+
+
+@pytest.mark.parametrize("moment", STOPS)
+def test_a_call_that_was_stopped_begins_anew(tmp_path, monkeypatch, moment):
+    save_file({"model.norm.weight": torch.ones(3)}, tmp_path / "model.safetensors")
+    monkeypatch.setattr(save_module, "_FILE_BYTES", 3000)
+    with monkeypatch.context() as patch, stopped(patch, *STOPS[moment]):
+        save_tables(filled(), tmp_path, 7)
+    with pytest.raises(ValueError, match="save_tables was stopped here"):
+        load_tables(Model(), tmp_path)
+    assert_saves(tmp_path, 2)
+
+
+def test_a_refused_call_changes_nothing(tmp_path):
+    save_file({"model.norm.weight": torch.ones(3)}, tmp_path / "model.safetensors")
+    for parts in (0, 131, 1.5, "4", None):
+        with pytest.raises(ValueError, match=f"num_parts is {parts!r}; .* has 130 rows"):
+            save_tables(filled(), tmp_path, parts)
+    with pytest.raises(ValueError, match="is on the meta device"):
+        save_tables(Model(), tmp_path)
+    assert [file.name for file in tmp_path.iterdir()] == ["model.safetensors"]
+
+
+def test_another_models_tables_are_not_overwritten(tmp_path):
+    save_tables(filled(), tmp_path)
+    other = nn.Module()
+    other.first = filled()
+    with pytest.raises(ValueError, match="ngram_tables-00001-of-00001.safetensors is there already"):
+        save_tables(other, tmp_path)
 
 
 def test_a_directory_that_has_the_table_already(tmp_path):
