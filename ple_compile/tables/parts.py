@@ -6,6 +6,7 @@ to `<table>.weight`, which is the other form that is read. Scales of a quantised
 """
 
 import json
+import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -84,7 +85,7 @@ class Checkpoint:
         singles = {}
         for parameter in ("weight_scale", "weight_scale_2"):
             given = [tensor for (name, _), tensor in group.items() if name == parameter]
-            if len(given) == 1 and given[0].nbytes == given[0].dtype.itemsize and shape[0] != 1:
+            if len(given) == 1 and _is_single(given[0], shape[0]):
                 singles[parameter] = given[0]
             elif given:
                 rows[parameter] = self._parts(base, parameter)
@@ -145,6 +146,11 @@ class Checkpoint:
                     f"{table.base}.{parameter} has {total} rows in {len(parts)} parts, the last is {parts[-1]}; the "
                     f"model's table has {num_rows}, so {abs(num_rows - total)} are {word}"
                 )
+
+
+def _is_single(scale: StoredTensor, num_rows: int) -> bool:
+    """One value for the whole table; what a table of one row has for that row has two dimensions."""
+    return math.prod(scale.shape) == 1 and (num_rows != 1 or len(scale.shape) < 2)
 
 
 def _path(name: str) -> list[str]:

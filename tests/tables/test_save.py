@@ -46,15 +46,17 @@ def test_parts_are_those_of_torch_chunk(tmp_path, num_parts, num_files, monkeypa
 
 
 @pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("num_parts", [1, 3])
-def test_quantised_tables(tmp_path, name, num_parts):
-    model = Model()
-    model.ngrams.rows = quantized(FORMATS[name], ROWS, WIDTH)[0]
-    expected = model.table(torch.arange(ROWS))
+@pytest.mark.parametrize("rows, width, num_parts", [(ROWS, WIDTH, 1), (ROWS, WIDTH, 3), (1, WIDTH, 1), (1, 16, 1)])
+def test_quantised_tables(tmp_path, name, rows, width, num_parts):
+    model = Model(rows, width)
+    model.ngrams.rows = quantized(FORMATS[name], rows, width)[0]
+    expected = model.table(torch.arange(rows))
     save_tables(model, tmp_path, num_parts)
-    model = Model()
-    load_tables(model, tmp_path)
-    assert type(model.table) is FORMATS[name] and torch.equal(model.table(torch.arange(ROWS)), expected)
+    for format in (None, "mmap"):
+        model = Model(rows, width)
+        load_tables(model, tmp_path, format=format)
+        assert torch.equal(model.table(torch.arange(rows)), expected)
+        assert (type(model.table) if format is None else model.table.quantized) is FORMATS[name]
 
 
 def test_a_table_in_files_and_an_offloaded_one(driver, tmp_path):
