@@ -5,7 +5,6 @@ to `<table>.weight`, which is the other form that is read. Scales of a quantised
 `weight_scale_2`), or, where they have a row for each of the table's, split as the table is.
 """
 
-import json
 import math
 import re
 from dataclasses import dataclass
@@ -14,9 +13,9 @@ from pathlib import Path
 import torch
 
 from ple_compile.tables.formats import E4M3, FP8Embedding, NVFP4Embedding, QuantizedEmbedding, RowScaledFP8Embedding
+from ple_compile.tables.index import INDEX, read_index
 from ple_compile.tables.tensor_file import PART, StoredTensor, read_header
 
-INDEX = "model.safetensors.index.json"
 SAVING = "ngram_tables.progress"  # lists the files that `save_tables` is writing
 _NAME = re.compile(r"(?P<base>.+?)(?:\.shard_(?P<number>\d+))?\.(?P<parameter>weight|weight_scale|weight_scale_2)")
 # Wrappers around the text model that a checkpoint may have and a model may not, or the reverse.
@@ -116,6 +115,9 @@ class Checkpoint:
 
     def _check_format(self, table: StoredTable) -> None:
         weight = table.rows["weight"][0]
+        for tensor in self.groups[table.base].values():
+            if tensor.unknown:
+                raise ValueError(f"{tensor} is {tensor.unknown}, which is no format of a table")
         for parts in table.rows.values():
             for part in parts:
                 if part.dtype != parts[0].dtype:
@@ -173,14 +175,13 @@ def _tensors(directory: Path) -> list[StoredTensor]:
             f"{note} says that save_tables was stopped here; finish it with the same call again, or delete it and "
             "the files that it lists"
         )
-    index = directory / INDEX
-    if not index.exists():
+    weight_map = read_index(directory)
+    if weight_map is None:
         files = sorted(directory.glob("*.safetensors"))
         if not files:
             _refuse_unfinished(directory)
             raise ValueError(f"{directory} has no safetensors files, the only kind that is read")
         return [tensor for file in files for tensor in read_header(file).values()]
-    weight_map = json.loads(index.read_text())["weight_map"]
     found: list[StoredTensor] = []
     for name in sorted(set(weight_map.values())):
         file = directory / name

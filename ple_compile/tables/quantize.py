@@ -339,13 +339,23 @@ class _Note:
         if path.exists():
             raise ValueError(f"{path} is there already; delete it, or choose another path")
         if self.resumed:
-            found = json.loads(self.file.read_text())
+            found = self._read(part)
             if found["tables"] != fingerprints:
                 raise ValueError(
                     f"{part} was begun with other tables or another format; delete it and {self.file.name}, or choose "
                     "another path"
                 )
             self.state = found["state"]
+
+    def _read(self, part: Path) -> dict[str, Any]:
+        try:
+            found = json.loads(self.file.read_bytes())
+            found["tables"]
+            for state in found["state"].values():
+                Totals(**state["totals"]), float(state["largest"]), range(state["done"])
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+            raise ValueError(f"{self.file} is damaged: it does not say how far {part.name} is; delete both") from None
+        return found
 
     def save(self) -> None:
         written = self.file.with_name(self.file.name + ".new")

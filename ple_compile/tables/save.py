@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 from ple_compile.tables.find import Table, find_tables
 from ple_compile.tables.formats import QuantizedEmbedding
+from ple_compile.tables.index import INDEX, read_index
 from ple_compile.tables.mapped import MappedEmbedding
-from ple_compile.tables.parts import INDEX, SAVING
+from ple_compile.tables.parts import SAVING
 from ple_compile.tables.progress import Progress
 from ple_compile.tables.tensor_file import PART, TensorWriter, part_of, read_header
 
@@ -44,7 +45,7 @@ def save_tables(model: nn.Module, checkpoint_dir: str | os.PathLike, num_parts: 
     groups = _grouped([piece for table in tables for piece in _outgoing(table, num_parts)])
     files = [directory / f"ngram_tables-{n:05d}-of-{len(groups):05d}.safetensors" for n in range(1, len(groups) + 1)]
     note = directory / SAVING
-    leftover = set(note.read_text().splitlines()) if note.exists() else set()
+    leftover = set(note.read_text(errors="replace").splitlines()) if note.exists() else set()
     present = _present(directory, tables, files, leftover)
     total = sum(t.nbytes for name in set(present.values()) for t in read_header(directory / name).values())
     added = sum(_nbytes(shape, dtype) for group in groups for _, dtype, shape, _ in group)
@@ -65,10 +66,8 @@ def save_tables(model: nn.Module, checkpoint_dir: str | os.PathLike, num_parts: 
 
 def _present(directory: Path, tables: list[Table], files: list[Path], leftover: set[str]) -> dict[str, str]:
     """Tensor names to files of what the directory holds, apart from `leftover` files; ValueError for what clashes."""
-    index = directory / INDEX
-    if index.exists():
-        weight_map = dict(json.loads(index.read_text())["weight_map"])
-    else:
+    weight_map = read_index(directory)
+    if weight_map is None:
         weight_map = {name: file.name for file in sorted(directory.glob("*.safetensors")) for name in read_header(file)}
     weight_map = {name: file for name, file in weight_map.items() if file not in leftover}
     for table in tables:

@@ -46,6 +46,7 @@ class StoredTensor:
     dtype: torch.dtype
     shape: tuple[int, ...]
     offset: int
+    unknown: str = ""  # its type in the file, where that is none of _DTYPES; dtype is then bytes
 
     @property
     def nbytes(self) -> int:
@@ -68,10 +69,10 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
             raise ValueError(f"{file} is no safetensors file, or is cut off: {size} bytes, a header of {length}")
         try:
             header = json.loads(stream.read(length), object_pairs_hook=_without_repetition)
-        except ValueError as error:
-            raise ValueError(f"the header of {file} is damaged: {error}") from None
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"the header of {file} is damaged: {error}; download it again") from None
     if not isinstance(header, dict):
-        raise ValueError(f"the header of {file} is damaged: it is a {type(header).__name__}")
+        raise ValueError(f"the header of {file} is damaged: it is a {type(header).__name__}; download it again")
     found = {name: _entry(file, name, entry, 8 + length) for name, entry in header.items() if name != "__metadata__"}
     end = 8 + length
     for tensor in sorted(found.values(), key=lambda t: (t.offset, t.nbytes)):
@@ -95,14 +96,14 @@ def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def _entry(file: Path, name: str, entry: Any, start: int) -> StoredTensor:
     try:
         kind, shape, (begin, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
-        whole = all(isinstance(n, int) and n >= 0 for n in (*shape, begin, end))
+        whole = isinstance(kind, str) and all(type(n) is int and n >= 0 for n in (*shape, begin, end - begin))
     except (KeyError, TypeError, ValueError):
         whole = False
     if not whole:
-        raise ValueError(f"the header of {file} describes {name} as {entry!r}")
+        raise ValueError(f"the header of {file} describes {name} as {entry!r}; download it again")
     if kind not in _DTYPES:
         # Still a legal file; only asking for this tensor would be an error, and it is no table.
-        return StoredTensor(file, name, torch.uint8, (end - begin,), start + begin)
+        return StoredTensor(file, name, torch.uint8, (end - begin,), start + begin, kind)
     tensor = StoredTensor(file, name, _DTYPES[kind], shape, start + begin)
     if tensor.nbytes != end - begin:
         raise ValueError(f"{tensor} has shape {shape} of {kind} and {end - begin} bytes")

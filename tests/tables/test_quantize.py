@@ -198,6 +198,15 @@ def test_goes_on_after_a_kill(tmp_path):
     assert [file.name for file in tmp_path.iterdir()] == ["q.safetensors"]
 
 
+@pytest.mark.parametrize("text", ["", "[]", "\xff", '{"tables": {}}', '{"tables": {}, "state": {"a": {"done": 1}}}'])
+def test_a_damaged_note(tmp_path, text):
+    path = tmp_path / "q.safetensors"
+    part_of(path).touch()
+    (tmp_path / "q.safetensors.progress").write_text(text, encoding="latin1")
+    with pytest.raises(ValueError, match="q.safetensors.progress is damaged: .* how far q.safetensors.part is; delete"):
+        quantize_tables(random_model(), "fp8", path=path)
+
+
 def test_begins_anew_what_stopped_before_its_first_byte(tmp_path, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")

@@ -162,6 +162,12 @@ def test_a_call_that_was_stopped_begins_anew(tmp_path, monkeypatch, moment):
     assert_saves(tmp_path, 2)
 
 
+@pytest.mark.parametrize("text", [b"", b"\xff", b"/\n..\n"])
+def test_a_damaged_note(tmp_path, text):
+    (tmp_path / "ngram_tables.progress").write_bytes(text)
+    assert_saves(tmp_path, 2)
+
+
 def test_a_refused_call_changes_nothing(tmp_path):
     save_file({"model.norm.weight": torch.ones(3)}, tmp_path / "model.safetensors")
     for parts in (0, 131, 1.5, "4", None):
