@@ -361,6 +361,32 @@ def test_a_bad_scale_in_the_checkpoint(tmp_path, bad):
         load_tables(Model(), tmp_path)
 
 
+def test_a_failed_load_puts_the_tables_back(tmp_path):
+    good, bad, ids = tmp_path / "good", tmp_path / "bad", torch.arange(ROWS)
+    model = Model()
+    model.model.layers[0].ple = NGrams(70, WIDTH).bfloat16()
+    for directory in (good, bad):
+        write_checkpoint(directory, ROWS, WIDTH, num_parts=3, base=BASE, index=False)
+        save_file({"model.layers.0.ple.rows.weight": table_rows(0, 70, WIDTH)}, directory / "first.safetensors")
+    load_tables(model, good, format="mmap")
+    first, second = model.model.layers[0].ple.rows, model.table
+    (file,) = bad.glob("model-*")
+    rewrite(file, **{f"{BASE}.shard_1.weight": torch.full((44, WIDTH), torch.nan).bfloat16()})
+    with pytest.raises(ValueError, match="has NaN or infinite values"):
+        load_tables(model, bad, format="fp8")
+    assert model.model.layers[0].ple.rows is first and model.table is second
+    assert torch.equal(model.table(ids), table_rows(0, ROWS, WIDTH))
+
+
+def test_an_interrupted_load_leaves_the_table_on_the_meta_device(tmp_path, monkeypatch):
+    write_checkpoint(tmp_path, ROWS, WIDTH, num_parts=3, base=BASE)
+    model = Model()
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(load_module, "read_rows", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        load_tables(model, tmp_path)
+    assert model.table.weight.is_meta
+
+
 def test_missing_scales(tmp_path):
     for cls, name in ((FP8Embedding, "weight_scale"), (NVFP4Embedding, "weight_scale_2")):
         write_quantized(tmp_path, cls)
