@@ -40,7 +40,7 @@ def run(options: argparse.Namespace) -> int:
     if not find_tables(model):
         raise ValueError(f"{options.checkpoint} is a {type(model).__name__} without PLE layers: it has no n-gram table")
     file = options.out / FILE
-    if file.exists() and not file.with_name(f"{FILE}.progress").exists():
+    if file.exists():
         raise ValueError(f"{file} is there and complete; delete it, or choose another folder")
     load_tables(model, options.checkpoint, format="mmap")
     options.out.mkdir(parents=True, exist_ok=True)

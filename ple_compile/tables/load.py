@@ -4,6 +4,7 @@ Rows are read into the memory that the lookups use, each once, without any copy 
 or this rank's rows, and one part. Only the tables are loaded; the rest of the model is the model's own affair.
 """
 
+import contextlib
 import logging
 import os
 from collections.abc import Iterator
@@ -22,7 +23,7 @@ from ple_compile.tables.offload import is_offloaded, offload_tables
 from ple_compile.tables.parts import Checkpoint, StoredTable
 from ple_compile.tables.progress import Progress
 from ple_compile.tables.quantize import quantize_rows
-from ple_compile.tables.replace import replace_embedding
+from ple_compile.tables.replace import put_back_on_failure, replace_embedding
 from ple_compile.tables.tensor_file import StoredTensor, read_rows
 
 if TYPE_CHECKING:
@@ -49,7 +50,8 @@ def load_tables(
     (`torch.distributed.barrier`) before the first lookup.
 
     Raises ValueError, naming file and tensor, for parts that are missing, there twice, overlapping, cut off or of
-    another shape, and for a scale that is absent or not a positive number.
+    another shape, and for a scale that is absent or not a positive number. The model then has the tables that it had;
+    only memory that was there before may be filled in part, and with `mesh` tables may be sharded by then.
     """
     checkpoint = Checkpoint(Path(checkpoint_dir))
     tables = find_tables(model)
@@ -64,17 +66,19 @@ def load_tables(
     stored = [checkpoint.find(group[0].name, _shape(group[0])) for group in tied]
     for group, found in zip(tied, stored):
         _check(group[0], found, format, mesh is not None)
-    for group, found in zip(tied, stored):
-        _prepare(model, group, found, format)
-    if mesh is not None:
-        _shard(model, mesh)
-    current = {table.name: table for table in find_tables(model)}
-    for group, found in zip(tied, stored):
-        if _converts(found, format):
-            _quantize_from(model, group, found, format_class(str(format)))
-        elif format != "mmap":
-            _fill_table(model, current[group[0].name], found)
-    check_scales(model)
+    # What `shard_tables` has made of a table is not undone.
+    with put_back_on_failure(model) if mesh is None else contextlib.nullcontext():
+        for group, found in zip(tied, stored):
+            _prepare(model, group, found, format)
+        if mesh is not None:
+            _shard(model, mesh)
+        current = {table.name: table for table in find_tables(model)}
+        for group, found in zip(tied, stored):
+            if _converts(found, format):
+                _quantize_from(model, group, found, format_class(str(format)))
+            elif format != "mmap":
+                _fill_table(model, current[group[0].name], found)
+        check_scales(model)
     return [table.name for table in tables]
 
 

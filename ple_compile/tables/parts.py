@@ -5,7 +5,7 @@ to `<table>.weight`, which is the other form that is read. Scales of a quantised
 `weight_scale_2`), or, where they have a row for each of the table's, split as the table is.
 """
 
-import json
+import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,9 +13,10 @@ from pathlib import Path
 import torch
 
 from ple_compile.tables.formats import E4M3, FP8Embedding, NVFP4Embedding, QuantizedEmbedding, RowScaledFP8Embedding
-from ple_compile.tables.tensor_file import StoredTensor, read_header
+from ple_compile.tables.index import INDEX, read_index
+from ple_compile.tables.tensor_file import PART, StoredTensor, read_header
 
-INDEX = "model.safetensors.index.json"
+SAVING = "ngram_tables.progress"  # lists the files that `save_tables` is writing
 _NAME = re.compile(r"(?P<base>.+?)(?:\.shard_(?P<number>\d+))?\.(?P<parameter>weight|weight_scale|weight_scale_2)")
 # Wrappers around the text model that a checkpoint may have and a model may not, or the reverse.
 _WRAPPERS = {"model", "language_model", "module", "_orig_mod"}
@@ -70,6 +71,8 @@ class Checkpoint:
         wanted = _path(table.removesuffix(".weight"))
         bases = [base for base in self.groups if _path(base)[-len(wanted) :] == wanted]
         exact = [base for base in bases if _path(base) == wanted]
+        if not bases:
+            _refuse_unfinished(self.directory)
         if len(exact or bases) != 1:
             found = ", ".join(exact or bases) or "no tensor of that name"
             raise ValueError(f"{self.directory} has {found} for {table}; one table is needed")
@@ -81,7 +84,7 @@ class Checkpoint:
         singles = {}
         for parameter in ("weight_scale", "weight_scale_2"):
             given = [tensor for (name, _), tensor in group.items() if name == parameter]
-            if len(given) == 1 and given[0].nbytes == given[0].dtype.itemsize and shape[0] != 1:
+            if len(given) == 1 and _is_single(given[0], shape[0]):
                 singles[parameter] = given[0]
             elif given:
                 rows[parameter] = self._parts(base, parameter)
@@ -112,6 +115,9 @@ class Checkpoint:
 
     def _check_format(self, table: StoredTable) -> None:
         weight = table.rows["weight"][0]
+        for tensor in self.groups[table.base].values():
+            if tensor.unknown:
+                raise ValueError(f"{tensor} is {tensor.unknown}, which is no format of a table")
         for parts in table.rows.values():
             for part in parts:
                 if part.dtype != parts[0].dtype:
@@ -144,18 +150,38 @@ class Checkpoint:
                 )
 
 
+def _is_single(scale: StoredTensor, num_rows: int) -> bool:
+    """One value for the whole table; what a table of one row has for that row has two dimensions."""
+    return math.prod(scale.shape) == 1 and (num_rows != 1 or len(scale.shape) < 2)
+
+
 def _path(name: str) -> list[str]:
     return [part for part in name.split(".") if part not in _WRAPPERS]
 
 
+def _refuse_unfinished(directory: Path) -> None:
+    """Name what a call that was stopped left, where a table is missing."""
+    for part in sorted(directory.glob(f"*.safetensors{PART}")):
+        raise ValueError(
+            f"{part} is unfinished, so it is not read; finish it with the same call of quantize_tables again, "
+            f"or delete every file that begins with {part.stem}"
+        )
+
+
 def _tensors(directory: Path) -> list[StoredTensor]:
-    index = directory / INDEX
-    if not index.exists():
+    note = directory / SAVING
+    if note.exists():
+        raise ValueError(
+            f"{note} says that save_tables was stopped here; finish it with the same call again, or delete it and "
+            "the files that it lists"
+        )
+    weight_map = read_index(directory)
+    if weight_map is None:
         files = sorted(directory.glob("*.safetensors"))
         if not files:
+            _refuse_unfinished(directory)
             raise ValueError(f"{directory} has no safetensors files, the only kind that is read")
         return [tensor for file in files for tensor in read_header(file).values()]
-    weight_map = json.loads(index.read_text())["weight_map"]
     found: list[StoredTensor] = []
     for name in sorted(set(weight_map.values())):
         file = directory / name

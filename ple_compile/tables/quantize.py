@@ -3,8 +3,9 @@
 Two passes: the first finds the largest value and refuses rows that are not finite, the second encodes, decodes and
 measures. Beside the table itself there is one copy, the quantised one, and a few blocks.
 
-With `path` the result is a safetensors file (which `load_tables` reads) and the model maps it. What is done is noted
-in a file beside it, `<path>.progress`, so that a run that was killed goes on where it stopped. A table that stays in
+With `path` the result is a safetensors file (which `load_tables` reads) and the model maps it. It is called
+`<path>.part` until it is complete, and what is done is noted in `<path>.progress`, so that a run that was killed goes
+on where it stopped. A table that stays in
 its files (`load_tables(format="mmap")`) is read from there by blocks, so that none of it is held in memory.
 """
 
@@ -27,7 +28,7 @@ from ple_compile.tables.mapped import MappedEmbedding
 from ple_compile.tables.offload import is_offloaded
 from ple_compile.tables.progress import Progress
 from ple_compile.tables.replace import replace_embedding
-from ple_compile.tables.tensor_file import StoredTensor, TensorWriter, map_rows, read_header, read_rows
+from ple_compile.tables.tensor_file import StoredTensor, TensorWriter, map_rows, part_of, read_header, read_rows
 
 log = logging.getLogger(__name__)
 
@@ -260,8 +261,8 @@ def _quantize_into_file(
             largest = largest_value(table.name, _reader(table), _shape(table))
             note.state[table.name] = {"largest": largest, "totals": dataclasses.asdict(Totals()), "done": 0}
     errors = {}
-    note.save()
     with TensorWriter(path, shapes, resume=note.resumed) as writer:
+        note.save()
         for table in tables:
             errors[id(table.weight)] = _continue(table, cls, writer, note)
     note.remove()
@@ -333,17 +334,28 @@ class _Note:
         self.file = path.with_name(path.name + ".progress")
         self.fingerprints = fingerprints
         self.state: dict[str, dict[str, Any]] = {}
-        self.resumed = path.exists() and self.file.exists()
+        part = part_of(path)
+        self.resumed = part.exists() and self.file.exists()
+        if path.exists():
+            raise ValueError(f"{path} is there already; delete it, or choose another path")
         if self.resumed:
-            found = json.loads(self.file.read_text())
+            found = self._read(part)
             if found["tables"] != fingerprints:
                 raise ValueError(
-                    f"{path} was begun with other tables or another format; delete it and {self.file.name}, or choose "
+                    f"{part} was begun with other tables or another format; delete it and {self.file.name}, or choose "
                     "another path"
                 )
             self.state = found["state"]
-        elif path.exists():
-            raise ValueError(f"{path} exists and is not the beginning of a run; delete it, or choose another path")
+
+    def _read(self, part: Path) -> dict[str, Any]:
+        try:
+            found = json.loads(self.file.read_bytes())
+            found["tables"]
+            for state in found["state"].values():
+                Totals(**state["totals"]), float(state["largest"]), range(state["done"])
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+            raise ValueError(f"{self.file} is damaged: it does not say how far {part.name} is; delete both") from None
+        return found
 
     def save(self) -> None:
         written = self.file.with_name(self.file.name + ".new")

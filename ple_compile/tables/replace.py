@@ -1,5 +1,7 @@
 """Another embedding in the place of a table's own, wherever the model refers to it."""
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
@@ -21,3 +23,16 @@ def replace_embedding(model: nn.Module, table: Table, new: nn.Embedding) -> None
                 module._modules[name] = new
     if is_offloaded(old) and new.weight.shape[0]:
         offload_tables(table.owner, gpu_cache_bytes=old._cache_bytes)
+
+
+@contextlib.contextmanager
+def put_back_on_failure(model: nn.Module) -> Iterator[None]:
+    """The modules and parameters that a model had come back if the block raises; what was written into them stays."""
+    before = [(module, dict(module._modules), dict(module._parameters)) for module in model.modules()]
+    try:
+        yield
+    except BaseException:
+        for module, children, parameters in before:
+            module._modules.update(children)
+            module._parameters.update(parameters)
+        raise

@@ -10,13 +10,15 @@ from torch import Tensor, nn
 
 from ple_compile.tables.find import Table, find_tables
 from ple_compile.tables.formats import QuantizedEmbedding
+from ple_compile.tables.index import INDEX, read_index
 from ple_compile.tables.mapped import MappedEmbedding
-from ple_compile.tables.parts import INDEX
+from ple_compile.tables.parts import SAVING
 from ple_compile.tables.progress import Progress
-from ple_compile.tables.tensor_file import TensorWriter, read_header
+from ple_compile.tables.tensor_file import PART, TensorWriter, part_of, read_header
 
 _BLOCK_BYTES = 2**25
 _FILE_BYTES = 4 * 2**30
+_SINGLE, _FIRST = "model.safetensors", "model-00001-of-00001.safetensors"
 
 # Name, type, shape, and what gives rows [start, stop).
 _Outgoing = tuple[str, torch.dtype, tuple[int, ...], Callable[[int, int], Tensor]]
@@ -30,52 +32,75 @@ def save_tables(model: nn.Module, checkpoint_dir: str | os.PathLike, num_parts: 
     A part has ceil(rows / num_parts) rows, the last one what is left; parts share a file up to 4 GiB. Returns the
     files written.
 
-    Raises ValueError for a model without an n-gram table, for a table that is sharded or on the meta device, for
-    `num_parts` below one or above the number of rows, and where the directory holds one of the tables already.
+    A call that was stopped leaves a note, with which `load_tables` refuses the directory; the same call begins anew.
+
+    Raises ValueError, and writes nothing, for a model without an n-gram table, for a table that is sharded or on the
+    meta device, for `num_parts` below one or above the number of rows, and where the directory holds one of the tables
+    already.
     """
     directory = Path(checkpoint_dir)
-    directory.mkdir(parents=True, exist_ok=True)
     tables = find_tables(model)
     if not tables:
         raise ValueError(f"save_tables: {type(model).__name__} has no n-gram table; pass a model with PLE layers")
-    weight_map = _existing(directory, tables)
-    pieces = [piece for table in tables for piece in _outgoing(table, num_parts)]
-    files = _grouped(pieces)
-    progress = Progress("saving tables", sum(_nbytes(shape, dtype) for _, dtype, shape, _ in pieces))
-    written = []
-    for number, group in enumerate(files, start=1):
-        file = directory / f"ngram_tables-{number:05d}-of-{len(files):05d}.safetensors"
-        with TensorWriter(file, {name: (dtype, shape) for name, dtype, shape, _ in group}) as writer:
-            for name, dtype, shape, read in group:
-                step = max(1, _BLOCK_BYTES // max(_nbytes(shape[1:], dtype), 1))
-                for start in range(0, shape[0], step):
-                    rows = read(start, min(start + step, shape[0]))
-                    writer.write_rows(name, start, rows)
-                    progress.advance(rows.nbytes)
-                weight_map[name] = file.name
-        written.append(file)
-    total = sum(t.nbytes for name in set(weight_map.values()) for t in read_header(directory / name).values())
-    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-    (directory / INDEX).write_text(json.dumps(index, indent=2) + "\n")
-    return written
+    groups = _grouped([piece for table in tables for piece in _outgoing(table, num_parts)])
+    files = [directory / f"ngram_tables-{n:05d}-of-{len(groups):05d}.safetensors" for n in range(1, len(groups) + 1)]
+    note = directory / SAVING
+    leftover = set(note.read_text(errors="replace").splitlines()) if note.exists() else set()
+    present = _present(directory, tables, files, leftover)
+    total = sum(t.nbytes for name in set(present.values()) for t in read_header(directory / name).values())
+    added = sum(_nbytes(shape, dtype) for group in groups for _, dtype, shape, _ in group)
+
+    directory.mkdir(parents=True, exist_ok=True)
+    for file in directory.iterdir():
+        if file.name.removesuffix(PART) in leftover:
+            file.unlink()
+    note.write_text("\n".join(file.name for file in files))
+    progress = Progress("saving tables", added)
+    for file, group in zip(files, groups):
+        _write(file, group, progress)
+    names = {piece[0]: file.name for file, group in zip(files, groups) for piece in group}
+    _add_to_index(directory, present | names, total + added)
+    note.unlink()
+    return files
 
 
-def _existing(directory: Path, tables: list[Table]) -> dict[str, str]:
-    """Tensor names to files of what the directory holds; ValueError where that includes one of the tables."""
-    index, single = directory / INDEX, directory / "model.safetensors"
-    if index.exists():
-        weight_map = dict(json.loads(index.read_text())["weight_map"])
-    else:
+def _present(directory: Path, tables: list[Table], files: list[Path], leftover: set[str]) -> dict[str, str]:
+    """Tensor names to files of what the directory holds, apart from `leftover` files; ValueError for what clashes."""
+    weight_map = read_index(directory)
+    if weight_map is None:
         weight_map = {name: file.name for file in sorted(directory.glob("*.safetensors")) for name in read_header(file)}
+    weight_map = {name: file for name, file in weight_map.items() if file not in leftover}
     for table in tables:
         base = table.name.removesuffix("weight")
         for name, file in weight_map.items():
             if name.startswith(base):
                 raise ValueError(f"{directory / file} holds {name} already; save into a directory without this table")
-    if single.exists():
-        part = single.rename(directory / "model-00001-of-00001.safetensors")
-        weight_map = {name: part.name if file == single.name else file for name, file in weight_map.items()}
+    for path in [*files, directory / _FIRST] if (directory / _SINGLE).exists() else files:
+        if path.exists() and path.name not in leftover:
+            raise ValueError(f"save_tables: {path} is there already; save into another directory, or delete it")
     return weight_map
+
+
+def _write(file: Path, group: list[_Outgoing], progress: Progress) -> None:
+    with TensorWriter(file, {name: (dtype, shape) for name, dtype, shape, _ in group}) as writer:
+        for name, dtype, shape, read in group:
+            step = max(1, _BLOCK_BYTES // max(_nbytes(shape[1:], dtype), 1))
+            for start in range(0, shape[0], step):
+                rows = read(start, min(start + step, shape[0]))
+                writer.write_rows(name, start, rows)
+                progress.advance(rows.nbytes)
+
+
+def _add_to_index(directory: Path, weight_map: dict[str, str], total: int) -> None:
+    single = directory / _SINGLE
+    if single.exists():
+        weight_map = {name: _FIRST if file == _SINGLE else file for name, file in weight_map.items()}
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+    written = part_of(directory / INDEX)
+    written.write_text(json.dumps(index, indent=2) + "\n")
+    if single.exists():
+        single.rename(directory / _FIRST)
+    os.replace(written, directory / INDEX)
 
 
 def _outgoing(table: Table, num_parts: int) -> list[_Outgoing]:
@@ -84,8 +109,8 @@ def _outgoing(table: Table, num_parts: int) -> list[_Outgoing]:
     if hasattr(embedding, "layout"):
         raise ValueError(f"save_tables: {table.name} is sharded; save it with torch.distributed.checkpoint")
     num_rows = embedding.num_embeddings
-    if not 1 <= num_parts <= max(num_rows, 1):
-        raise ValueError(f"save_tables: num_parts is {num_parts}; {table.name} has {num_rows} rows")
+    if not isinstance(num_parts, int) or not 1 <= num_parts <= max(num_rows, 1):
+        raise ValueError(f"save_tables: num_parts is {num_parts!r}; {table.name} has {num_rows} rows")
     mapped = embedding.rows if isinstance(embedding, MappedEmbedding) else {}
     found: list[_Outgoing] = []
     for key, parameter in embedding._parameters.items():

@@ -34,6 +34,7 @@ _DTYPES = {
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _MOST_HEADER_BYTES = 100_000_000
 _ALIGNMENT = 64
+PART = ".part"
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,7 @@ class StoredTensor:
     dtype: torch.dtype
     shape: tuple[int, ...]
     offset: int
+    unknown: str = ""  # its type in the file, where that is none of _DTYPES; dtype is then bytes
 
     @property
     def nbytes(self) -> int:
@@ -67,10 +69,10 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
             raise ValueError(f"{file} is no safetensors file, or is cut off: {size} bytes, a header of {length}")
         try:
             header = json.loads(stream.read(length), object_pairs_hook=_without_repetition)
-        except ValueError as error:
-            raise ValueError(f"the header of {file} is damaged: {error}") from None
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"the header of {file} is damaged: {error}; download it again") from None
     if not isinstance(header, dict):
-        raise ValueError(f"the header of {file} is damaged: it is a {type(header).__name__}")
+        raise ValueError(f"the header of {file} is damaged: it is a {type(header).__name__}; download it again")
     found = {name: _entry(file, name, entry, 8 + length) for name, entry in header.items() if name != "__metadata__"}
     end = 8 + length
     for tensor in sorted(found.values(), key=lambda t: (t.offset, t.nbytes)):
@@ -94,14 +96,14 @@ def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def _entry(file: Path, name: str, entry: Any, start: int) -> StoredTensor:
     try:
         kind, shape, (begin, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
-        whole = all(isinstance(n, int) and n >= 0 for n in (*shape, begin, end))
+        whole = isinstance(kind, str) and all(type(n) is int and n >= 0 for n in (*shape, begin, end - begin))
     except (KeyError, TypeError, ValueError):
         whole = False
     if not whole:
-        raise ValueError(f"the header of {file} describes {name} as {entry!r}")
+        raise ValueError(f"the header of {file} describes {name} as {entry!r}; download it again")
     if kind not in _DTYPES:
         # Still a legal file; only asking for this tensor would be an error, and it is no table.
-        return StoredTensor(file, name, torch.uint8, (end - begin,), start + begin)
+        return StoredTensor(file, name, torch.uint8, (end - begin,), start + begin, kind)
     tensor = StoredTensor(file, name, _DTYPES[kind], shape, start + begin)
     if tensor.nbytes != end - begin:
         raise ValueError(f"{tensor} has shape {shape} of {kind} and {end - begin} bytes")
@@ -143,17 +145,25 @@ def map_file(file: Path, *, writable: bool = False) -> Tensor:
 Shapes = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 
 
+def part_of(file: Path) -> Path:
+    """What a file is called until all of it is written."""
+    return file.with_name(file.name + PART)
+
+
 class TensorWriter:
-    """A file of tensors whose rows are written in any order; the space is there from the start, or it is an error."""
+    """A file of tensors whose rows are written in any order; the space is there from the start, or it is an error.
+
+    The file has its name from the end of the `with` block on; until then it is `part_of(file)`, which nobody loads.
+    """
 
     def __init__(self, file: Path, shapes: Shapes, *, resume: bool = False):
-        self.file = file
+        self.file, part = file, part_of(file)
         header, self._offsets, total = _layout(shapes)
         self._row_bytes = {name: math.prod(shape[1:]) * dtype.itemsize for name, (dtype, shape) in shapes.items()}
-        self._descriptor = os.open(file, os.O_RDWR if resume else os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
+        self._descriptor = os.open(part, os.O_RDWR if resume else os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
         try:
             if resume and os.pread(self._descriptor, len(header), 0) != header:
-                raise ValueError(f"{file} holds other tensors than those that were to be continued; delete it")
+                raise ValueError(f"{part} holds other tensors than those that were to be continued; delete it")
             os.pwrite(self._descriptor, header, 0)
             os.posix_fallocate(self._descriptor, 0, total)
         except BaseException:
@@ -175,7 +185,12 @@ class TensorWriter:
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        os.close(self._descriptor)
+        try:
+            if error is None:
+                self.flush()
+                os.replace(part_of(self.file), self.file)
+        finally:
+            os.close(self._descriptor)
 
 
 def _layout(shapes: Shapes) -> tuple[bytes, dict[str, int], int]:

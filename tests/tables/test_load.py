@@ -12,6 +12,7 @@ from ple_compile.tables import pinning
 from ple_compile.tables.formats import FP8Embedding, NVFP4Embedding, RowScaledFP8Embedding
 from ple_compile.tables.load import fill, load_tables
 from ple_compile.tables.offload import is_offloaded, offload_tables
+from ple_compile.tables.save import save_tables
 from ple_compile.tables.tensor_file import read_header
 from tests.checkpoints import table_rows, write_checkpoint, write_index
 from tests.tables.test_formats import quantized
@@ -221,12 +222,38 @@ def test_damaged_headers(tmp_path):
         b"\xff" * 8 + b"{}": "is no safetensors file, or is cut off",
         (4).to_bytes(8, "little") + b"nope": "damaged",
         (2).to_bytes(8, "little") + b"[]": "damaged: it is a list",
+        header(**{name: {**whole, "dtype": ["BF16"]}}) + bytes(8): "describes .*'BF16'.*; download it again",
+        header(**{name: {**whole, "shape": [True, 4]}}) + bytes(8): "describes .*True.*; download it again",
+        header(**{name: {**whole, "dtype": "F4", "data_offsets": [8, 0]}}) + bytes(8): "describes .*F4",
+        header(**{name: {**whole, "dtype": "F4"}}) + bytes(8): "rows.weight in .* is F4, which is no format of a table",
+        (20_000).to_bytes(8, "little") + b"[" * 20_000: "the header of .*model.safetensors is damaged: .*; download",
+        (3).to_bytes(8, "little") + b'"\xff"': "the header of .*model.safetensors is damaged: .*; download it again",
         header(a=1).replace(b'"a": 1', b'"a":1,"a":2').replace(b"\x08", b"\x0d"): "a is there twice",
     }
     for content, message in cases.items():
         file.write_bytes(content)
         with pytest.raises(ValueError, match=message):
             load_tables(Model(), tmp_path)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", "null", "{}", '{"weight_map": []}', '{"weight_map": {"a": 3}}', "\xff", "[" * 20_000]
+)
+def test_a_damaged_index(tmp_path, text):
+    write_checkpoint(tmp_path, ROWS, WIDTH, base=BASE)
+    (tmp_path / "model.safetensors.index.json").write_text(text, encoding="latin1")
+    for call in (load_tables, save_tables):
+        with pytest.raises(ValueError, match="index.json is damaged: it has no weight_map .*; download it again"):
+            call(Model(device="cpu"), tmp_path)
+
+
+def test_a_scale_of_an_unknown_type(tmp_path):
+    write_quantized(tmp_path, FP8Embedding)
+    file = tmp_path / "model.safetensors"
+    rewrite(file, **{f"{BASE}.weight_scale": torch.ones(1, dtype=torch.uint8)})
+    file.write_bytes(file.read_bytes().replace(b'"U8"', b'"E8"'))
+    with pytest.raises(ValueError, match="weight_scale in .* is E8, which is no format"):
+        load_tables(Model(), tmp_path)
 
 
 def test_the_index_counts(tmp_path):
@@ -332,6 +359,32 @@ def test_a_bad_scale_in_the_checkpoint(tmp_path, bad):
     rewrite(tmp_path / "model.safetensors", **{f"{BASE}.weight_scale": torch.tensor([bad]).bfloat16()})
     with pytest.raises(ValueError, match=rf"the weight_scale of {BASE}.weight has values from"):
         load_tables(Model(), tmp_path)
+
+
+def test_a_failed_load_puts_the_tables_back(tmp_path):
+    good, bad, ids = tmp_path / "good", tmp_path / "bad", torch.arange(ROWS)
+    model = Model()
+    model.model.layers[0].ple = NGrams(70, WIDTH).bfloat16()
+    for directory in (good, bad):
+        write_checkpoint(directory, ROWS, WIDTH, num_parts=3, base=BASE, index=False)
+        save_file({"model.layers.0.ple.rows.weight": table_rows(0, 70, WIDTH)}, directory / "first.safetensors")
+    load_tables(model, good, format="mmap")
+    first, second = model.model.layers[0].ple.rows, model.table
+    (file,) = bad.glob("model-*")
+    rewrite(file, **{f"{BASE}.shard_1.weight": torch.full((44, WIDTH), torch.nan).bfloat16()})
+    with pytest.raises(ValueError, match="has NaN or infinite values"):
+        load_tables(model, bad, format="fp8")
+    assert model.model.layers[0].ple.rows is first and model.table is second
+    assert torch.equal(model.table(ids), table_rows(0, ROWS, WIDTH))
+
+
+def test_an_interrupted_load_leaves_the_table_on_the_meta_device(tmp_path, monkeypatch):
+    write_checkpoint(tmp_path, ROWS, WIDTH, num_parts=3, base=BASE)
+    model = Model()
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(load_module, "read_rows", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        load_tables(model, tmp_path)
+    assert model.table.weight.is_meta
 
 
 def test_missing_scales(tmp_path):

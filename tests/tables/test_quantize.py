@@ -17,6 +17,7 @@ from ple_compile.tables.formats import FORMATS
 from ple_compile.tables.load import load_tables
 from ple_compile.tables.offload import is_offloaded, offload_tables
 from ple_compile.tables.quantize import quantize_tables
+from ple_compile.tables.tensor_file import part_of
 from tests.checkpoints import write_checkpoint
 from tests.tables.test_load import BASE, Model
 
@@ -188,10 +189,34 @@ def test_goes_on_after_a_kill(tmp_path):
     assert run.returncode == -signal.SIGKILL
     note = json.loads((tmp_path / "q.safetensors.progress").read_text())
     assert note["state"][f"{BASE}.weight"]["done"] == 140
+    with pytest.raises(ValueError, match=r"q.safetensors.part is unfinished, .*begins with q.safetensors$"):
+        load_tables(Model(ROWS, WIDTH), tmp_path)
     model, expected = random_model(), random_model()
     (error,) = quantize_tables(model, "fp8_row", path=path)
     assert [error] == quantize_tables(expected, "fp8_row")
     assert torch.equal(model.table(torch.arange(ROWS)), expected.table(torch.arange(ROWS)))
+    assert [file.name for file in tmp_path.iterdir()] == ["q.safetensors"]
+
+
+@pytest.mark.parametrize("text", ["", "[]", "\xff", '{"tables": {}}', '{"tables": {}, "state": {"a": {"done": 1}}}'])
+def test_a_damaged_note(tmp_path, text):
+    path = tmp_path / "q.safetensors"
+    part_of(path).touch()
+    (tmp_path / "q.safetensors.progress").write_text(text, encoding="latin1")
+    with pytest.raises(ValueError, match="q.safetensors.progress is damaged: .* how far q.safetensors.part is; delete"):
+        quantize_tables(random_model(), "fp8", path=path)
+
+
+def test_begins_anew_what_stopped_before_its_first_byte(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    path = tmp_path / "q.safetensors"
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="No space left"):
+        patch.setattr(os, "pwrite", full)
+        quantize_tables(random_model(), "fp8", path=path)
+    quantize_tables(random_model(), "fp8", path=path)
+    assert [file.name for file in tmp_path.iterdir()] == ["q.safetensors"]
 
 
 def test_two_tables_in_one_file(tmp_path):
@@ -213,7 +238,7 @@ def test_another_table_does_not_go_on(tmp_path, monkeypatch):
             ValueError, match=r"was begun with other tables or another format; delete it and q.*progress"
         ):
             quantize_tables(model, format, path=path)
-    path.write_bytes(b"something else, long enough to be mistaken")
+    part_of(path).write_bytes(b"something else, long enough to be mistaken")
     with pytest.raises(ValueError, match="holds other tensors"):
         quantize_tables(random_model(), "fp8", path=path)
 
@@ -221,7 +246,7 @@ def test_another_table_does_not_go_on(tmp_path, monkeypatch):
 def test_a_file_that_is_there_is_not_overwritten(tmp_path):
     path = tmp_path / "q.safetensors"
     quantize_tables(random_model(), "fp8", path=path)
-    with pytest.raises(ValueError, match="exists and is not the beginning of a run"):
+    with pytest.raises(ValueError, match="is there already; delete it"):
         quantize_tables(random_model(), "fp8", path=path)
 
 

@@ -1,15 +1,22 @@
 """save_tables: what it writes is a checkpoint, for load_tables, for safetensors, and for transformers."""
 
+import json
+import os
+from pathlib import Path
+
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import nn
 
 from ple_compile.tables import save as save_module
 from ple_compile.tables.formats import FORMATS
 from ple_compile.tables.load import load_tables
 from ple_compile.tables.offload import offload_tables
+from ple_compile.tables.parts import INDEX
 from ple_compile.tables.save import save_tables
-from tests.checkpoints import table_rows
+from ple_compile.tables.tensor_file import TensorWriter
+from tests.checkpoints import table_rows, write_checkpoint
 from tests.tables.test_formats import quantized
 from tests.tables.test_load import BASE, ROWS, WIDTH, Model
 
@@ -39,15 +46,17 @@ def test_parts_are_those_of_torch_chunk(tmp_path, num_parts, num_files, monkeypa
 
 
 @pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("num_parts", [1, 3])
-def test_quantised_tables(tmp_path, name, num_parts):
-    model = Model()
-    model.ngrams.rows = quantized(FORMATS[name], ROWS, WIDTH)[0]
-    expected = model.table(torch.arange(ROWS))
+@pytest.mark.parametrize("rows, width, num_parts", [(ROWS, WIDTH, 1), (ROWS, WIDTH, 3), (1, WIDTH, 1), (1, 16, 1)])
+def test_quantised_tables(tmp_path, name, rows, width, num_parts):
+    model = Model(rows, width)
+    model.ngrams.rows = quantized(FORMATS[name], rows, width)[0]
+    expected = model.table(torch.arange(rows))
     save_tables(model, tmp_path, num_parts)
-    model = Model()
-    load_tables(model, tmp_path)
-    assert type(model.table) is FORMATS[name] and torch.equal(model.table(torch.arange(ROWS)), expected)
+    for format in (None, "mmap"):
+        model = Model(rows, width)
+        load_tables(model, tmp_path, format=format)
+        assert torch.equal(model.table(torch.arange(rows)), expected)
+        assert (type(model.table) if format is None else model.table.quantized) is FORMATS[name]
 
 
 def test_a_table_in_files_and_an_offloaded_one(driver, tmp_path):
@@ -95,6 +104,86 @@ def test_what_transformers_saves_is_loaded(tmp_path):
         fresh.get_parameter(name).zero_()
     load_tables(fresh, tmp_path)
     assert torch.equal(fresh.get_parameter(name), model.get_parameter(name))
+
+
+def stopped(monkeypatch, owner, name, number):
+    """In a context of patches: call `number` of a function, counted from zero, is interrupted."""
+    function, calls = getattr(owner, name), []
+
+    def stopping(*args):
+        if len(calls) == number:
+            raise KeyboardInterrupt
+        calls.append(args)
+        return function(*args)
+
+    monkeypatch.setattr(owner, name, stopping)
+    return pytest.raises(KeyboardInterrupt)
+
+
+@pytest.mark.parametrize("rest", [False, True])
+def test_what_is_unfinished_does_not_load(tmp_path, monkeypatch, rest):
+    if rest:
+        write_checkpoint(tmp_path, 5, 2, base="model.norm")
+    with monkeypatch.context() as patch, stopped(patch, TensorWriter, "write_rows", 2):
+        save_tables(filled(), tmp_path, 3)
+    (part,) = tmp_path.glob("ngram*.part")
+    assert part.name == "ngram_tables-00001-of-00001.safetensors.part"
+    with pytest.raises(ValueError, match=r"ngram_tables.progress says that save_tables was stopped here; finish it"):
+        load_tables(Model(), tmp_path)
+    assert_saves(tmp_path, 3)
+
+
+def assert_saves(directory, num_parts):
+    save_tables(filled(), directory, num_parts)
+    model = Model()
+    load_tables(model, directory)
+    assert torch.equal(model.table.weight, table_rows(0, ROWS, WIDTH))
+    listed = set(json.loads((directory / INDEX).read_text())["weight_map"].values())
+    assert {file.name for file in directory.iterdir()} == {INDEX, *listed}
+
+
+STOPS = {
+    "in the second file": (TensorWriter, "write_rows", 3),
+    "between two files": (os, "replace", 1),
+    "before the single file is renamed": (Path, "rename", 0),
+    "before the index": (os, "replace", 4),
+    "after the index": (Path, "unlink", 0),
+}
+
+
+@pytest.mark.parametrize("moment", STOPS)
+def test_a_call_that_was_stopped_begins_anew(tmp_path, monkeypatch, moment):
+    save_file({"model.norm.weight": torch.ones(3)}, tmp_path / "model.safetensors")
+    monkeypatch.setattr(save_module, "_FILE_BYTES", 3000)
+    with monkeypatch.context() as patch, stopped(patch, *STOPS[moment]):
+        save_tables(filled(), tmp_path, 7)
+    with pytest.raises(ValueError, match="save_tables was stopped here"):
+        load_tables(Model(), tmp_path)
+    assert_saves(tmp_path, 2)
+
+
+@pytest.mark.parametrize("text", [b"", b"\xff", b"/\n..\n"])
+def test_a_damaged_note(tmp_path, text):
+    (tmp_path / "ngram_tables.progress").write_bytes(text)
+    assert_saves(tmp_path, 2)
+
+
+def test_a_refused_call_changes_nothing(tmp_path):
+    save_file({"model.norm.weight": torch.ones(3)}, tmp_path / "model.safetensors")
+    for parts in (0, 131, 1.5, "4", None):
+        with pytest.raises(ValueError, match=f"num_parts is {parts!r}; .* has 130 rows"):
+            save_tables(filled(), tmp_path, parts)
+    with pytest.raises(ValueError, match="is on the meta device"):
+        save_tables(Model(), tmp_path)
+    assert [file.name for file in tmp_path.iterdir()] == ["model.safetensors"]
+
+
+def test_another_models_tables_are_not_overwritten(tmp_path):
+    save_tables(filled(), tmp_path)
+    other = nn.Module()
+    other.first = filled()
+    with pytest.raises(ValueError, match="ngram_tables-00001-of-00001.safetensors is there already"):
+        save_tables(other, tmp_path)
 
 
 def test_a_directory_that_has_the_table_already(tmp_path):
