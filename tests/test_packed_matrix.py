@@ -147,6 +147,24 @@ def test_sizes_that_coincide(lengths):
     assert not traced.declines() and traced.counts() == dict.fromkeys(ALL_PASSES, len(traced.graphs))
 
 
+@pytest.mark.parametrize("accepted", [False, True])
+def test_a_second_graph_is_fused_too(accepted: bool) -> None:
+    """In a graph for several requests behind one for a single one, what is only indexed has a size of its own."""
+    torch._dynamo.reset()
+    case, traced = Case(accepted=accepted, ngram_size=2, kernel=2), Traced()
+    layer = case.layer()
+    compiled = torch.compile(case.call, backend=passes_backend(traced), dynamic=True, fullgraph=True)
+    for lengths in ((3,), (3, 5, 2, 7), (4, 4)):
+        arguments = case.arguments(layer, lengths, 1)
+        ours, eagers = arguments[3].clone(), arguments[3].clone()
+        with torch.no_grad():
+            actual = compiled(layer, *arguments[:3], ours, None)[0]
+            assert_equal(actual.nan_to_num(), case.call(layer, *arguments[:3], eagers, None)[0].nan_to_num())
+        assert_equal(ours.nan_to_num(), eagers.nan_to_num())
+    assert len(traced.graphs) > 1
+    assert not traced.declines() and traced.counts() == dict.fromkeys(ALL_PASSES, len(traced.graphs))
+
+
 def test_no_tokens() -> None:
     """A batch without tokens has a graph of its own, in which there is nothing to do."""
     torch._dynamo.reset()

@@ -147,6 +147,15 @@ def test_the_indexer_is_replaced_by_default(caplog: pytest.LogCaptureFixture, mo
     assert model.model.layers[0].ple._compiled_call_impl is not None
 
 
+@torch.no_grad()
+def test_a_mask_of_floats_is_no_weight(no_codegen: None) -> None:
+    plain, model = shallow_model(), ple_compile.compile(shallow_model(), strict=True)
+    ids, mask = prompt(7, batch=2), torch.ones(2, 7)
+    mask[0, :3] = 0
+    torch.testing.assert_close(model(ids, attention_mask=mask).logits, plain(ids, attention_mask=mask).logits)
+    assert executions() == 1
+
+
 def test_gradients_run_as_plain_pytorch(no_codegen: None, caplog: pytest.LogCaptureFixture) -> None:
     regions._warn_about_gradients.cache_clear()
     model = tiny_model()

@@ -122,11 +122,12 @@ def find_pool(copy: Node) -> Pool | None:
 
 
 def _requests(slots: Node, left: list[Node]) -> tuple[Node, Node, Node, Node | None]:
+    # What is only indexed by request may have a size of its own in the graph: the op's check makes it theirs.
     count = dims(slots)
-    flags = [n for n in left if value(n).dtype == torch.bool and dims(n) == count]
+    flags = [n for n in left if value(n).dtype == torch.bool and value(n).dim() == 1]
     integers = [n for n in left if value(n).dtype in ngram_ids.INTEGERS and value(n).dim() == 1]
     starts = [n for n in integers if dims(n)[0] == one_more(count[0])]
-    accepted = [n for n in integers if dims(n) == count]
+    accepted = [n for n in integers if n not in starts]
     if len(count) != 1 or len(starts) != 1 or len(flags) != 1 or len(accepted) > 1 or len(left) > 2 + len(accepted):
         names = ", ".join(n.name for n in left)
         raise Declined(f"the pool's update reads {names}, not query_start_loc, has_initial_state and accepted tokens")

@@ -421,15 +421,3 @@ def test_a_bound_that_no_probe_reaches(part: str, bound: Callable[[Tensor], Tens
     found, actual, expected = compiled_and_eager(lambda s, i: layer(s, i, None), streams, ids)
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
     assert found.declines()
-
-
-def test_a_mask_of_floats_is_no_weight() -> None:
-    case = Case(model="transformers", mask=True)
-    layer = case.layer()
-    streams, ids, mask = case.inputs()
-    assert mask is not None
-    found, actual, expected = compiled_and_eager(
-        lambda s, i, m: case.call(layer, s, i, m, None), streams, ids, mask.float()
-    )
-    torch.testing.assert_close(actual, expected)
-    assert not found.declines() and found.counts()["fuse_gate"] == 1
