@@ -28,8 +28,10 @@ class MappedEmbedding(nn.Embedding):
         self.weight = nn.Parameter(torch.empty(0, embedding_dim, dtype=dtype), requires_grad=False)
         self.rows, self.quantized = rows, quantized
         self._number_lookups()
+        spec = {} if quantized is None else quantized.spec(num_rows, embedding_dim, dtype)
         for name, tensor in singles.items():
-            setattr(self, name, nn.Parameter(tensor, requires_grad=False))
+            kind, shape = spec[name]
+            setattr(self, name, nn.Parameter(tensor.to(kind).reshape(shape), requires_grad=False))
         self._singles = tuple(singles)
 
     def _number_lookups(self) -> None:

@@ -61,6 +61,18 @@ def test_quantised_files(tmp_path, name, num_parts):
     assert model.table(ids).dtype == torch.bfloat16 and torch.equal(model.table(ids), expected(ids))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("shape", [(), (1,)], ids=str)
+def test_a_float32_scale_is_rounded_as_for_a_table_in_memory(tmp_path, shape, dtype):
+    write_quantized(tmp_path, FP8Embedding)
+    rewrite(tmp_path / "model.safetensors", **{f"{BASE}.weight_scale": torch.full(shape, 0.00123456)})
+    in_memory, mapped = Model(dtype=dtype), Model(dtype=dtype)
+    load_tables(in_memory, tmp_path)
+    load_tables(mapped, tmp_path, format="mmap")
+    rows, expected = mapped.table(torch.arange(ROWS)), in_memory.table(torch.arange(ROWS))
+    assert rows.dtype == expected.dtype == dtype and torch.equal(rows, expected)
+
+
 def test_a_scale_that_is_no_number(tmp_path):
     write_quantized(tmp_path, FP8Embedding)
     rewrite(tmp_path / "model.safetensors", **{f"{BASE}.weight_scale": torch.tensor([torch.nan])})
