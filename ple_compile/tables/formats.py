@@ -12,7 +12,7 @@ another floating type changes the activation type and never the stored bytes.
 Scales start as NaN, so one that was never loaded is told from one that is 1.0; `check_scales` refuses such scales.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, ClassVar
 
 import torch
@@ -288,22 +288,29 @@ def _check_embedding(name: str, embedding: nn.Module) -> None:
     if weight.dtype.is_floating_point and weight.dtype.itemsize == 1 and "weight_scale" not in parameters:
         raise ValueError(f"{name} is {weight.dtype} and has no weight_scale; its rows would be off by a factor")
     for key, scale in scales.items():
-        low, high = _extremes(scale.detach())
+        scale = torch.atleast_1d(scale.detach())
+        check_scale(f"the {key} of {name}", scale.split(max(1, _CHECK_BLOCK // scale[0].numel())))
+
+
+def check_scale(what: str, blocks: Iterable[Tensor]) -> None:
+    """Raise ValueError for a scale, some rows of it after the other, that is zero, negative or not finite."""
+    start, largest = 0, 0.0
+    for block in blocks:
+        values = block.reshape(block.shape[0], -1).float()
+        low, high = (float(x) for x in values.aminmax())  # NaN if there is one
         # A group of zeros may have a scale of zero (checkpoints do that); nothing else may.
-        grouped = scale.dtype == E4M3
-        if not (low >= 0 if grouped else low > 0) or not 0 < high < torch.inf:
-            raise ValueError(
-                f"the {key} of {name} has values from {low} to {high}; a scale is finite and above zero. NaN means "
-                "that it was never loaded: load the checkpoint that has it, or quantise again"
-            )
+        grouped = block.dtype == E4M3
+        if not (low >= 0 if grouped else low > 0) or not high < torch.inf:
+            right = (values >= 0 if grouped else values > 0) & (values < torch.inf)
+            raise ValueError(_wrong_scale(what, low, high, start + int(right.all(1).int().argmin())))
+        largest = max(largest, high)
+        start += block.shape[0]
+    if not largest:
+        raise ValueError(_wrong_scale(what, 0.0, 0.0, 0))
 
 
-def _extremes(scale: Tensor) -> tuple[float, float]:
-    """Smallest and largest value; NaN if there is one."""
-    low, high = torch.inf, -torch.inf
-    for block in scale.flatten().split(_CHECK_BLOCK):
-        least, most = (float(x) for x in block.float().aminmax())
-        if least != least:
-            return least, most
-        low, high = min(low, least), max(high, most)
-    return low, high
+def _wrong_scale(what: str, low: float, high: float, row: int) -> str:
+    return (
+        f"{what} has values from {low} to {high}, a wrong one in row {row}; a scale is finite and above zero. NaN "
+        "means that it was never loaded: load the checkpoint that has it, or quantise again"
+    )

@@ -3,11 +3,14 @@
 import itertools
 import weakref
 from bisect import bisect_right
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from ple_compile.tables.tensor_file import StoredTensor, map_rows, read_rows
+
+_BLOCK_BYTES = 2**24
 
 _numbers = itertools.count()
 _ALL: "weakref.WeakValueDictionary[int, MappedRows]" = weakref.WeakValueDictionary()
@@ -58,6 +61,12 @@ class MappedRows:
             read_rows(self.parts[part], position - offset, end - offset, rows[position - start : end - start])
             position = end
         return rows.view(self.dtype)
+
+    def blocks(self) -> Iterator[Tensor]:
+        """All rows in memory, in order, a few at a time."""
+        step = max(1, _BLOCK_BYTES // self.row_bytes)
+        for start in range(0, self.num_rows, step):
+            yield self.read(start, min(start + step, self.num_rows))
 
     def __deepcopy__(self, memo: dict) -> "MappedRows":
         return self

@@ -7,7 +7,8 @@ import resource
 import pytest
 import torch
 
-from ple_compile.tables.formats import FORMATS, FP8Embedding
+from ple_compile.tables import mapped_rows
+from ple_compile.tables.formats import FORMATS, FP8Embedding, NVFP4Embedding, RowScaledFP8Embedding
 from ple_compile.tables.load import load_tables
 from ple_compile.tables.mapped import MappedEmbedding
 from ple_compile.tables.mapped_rows import MappedRows
@@ -78,6 +79,22 @@ def test_a_scale_that_is_no_number(tmp_path):
     rewrite(tmp_path / "model.safetensors", **{f"{BASE}.weight_scale": torch.tensor([torch.nan])})
     with pytest.raises(ValueError, match="weight_scale of .* has values from nan"):
         load_tables(Model(), tmp_path, format="mmap")
+
+
+@pytest.mark.parametrize(
+    "cls, bad", [(RowScaledFP8Embedding, [0.0, -1.0, torch.nan, torch.inf]), (NVFP4Embedding, [-1.0, torch.nan])]
+)
+@pytest.mark.parametrize("format", [None, "mmap"])
+def test_a_row_with_a_wrong_scale_is_named(tmp_path, monkeypatch, format, cls, bad):
+    module = write_quantized(tmp_path, cls, 4)
+    monkeypatch.setattr(mapped_rows, "_BLOCK_BYTES", 256)
+    for value in bad:
+        scale = module.weight_scale.detach().clone()
+        scale[ROWS - 9, -1] = value
+        parts = {f"{BASE}.shard_{i}.weight_scale": p.clone() for i, p in enumerate(scale.split(-(-ROWS // 4)))}
+        rewrite(tmp_path / "model.safetensors", **parts)
+        with pytest.raises(ValueError, match=f"the weight_scale of {BASE}.weight has .* wrong one in row {ROWS - 9};"):
+            load_tables(Model(), tmp_path, format=format)
 
 
 def test_rows_that_are_not_aligned(tmp_path):
