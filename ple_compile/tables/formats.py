@@ -32,7 +32,20 @@ _CHECK_BLOCK = 2**26  # scales looked at together, so that a check needs little 
 Spec = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 
 
-class QuantizedEmbedding(nn.Embedding):
+class CheckedScales(nn.Embedding):
+    """Refuses wrong scales at its first lookup, and at the first after each change."""
+
+    _checked: tuple | None = None
+
+    def check_at_first_use(self) -> None:
+        scales = [p for name, p in self._parameters.items() if name != "weight" and p is not None]
+        state = tuple((p.data_ptr(), 0 if p.is_inference() else p._version) for p in scales)
+        if state != self._checked:
+            _check_embedding("the table", self)
+            self._checked = state
+
+
+class QuantizedEmbedding(CheckedScales):
     """What the formats share. `row_parameters` have one row for each row of the table."""
 
     format: ClassVar[str]
@@ -56,7 +69,6 @@ class QuantizedEmbedding(nn.Embedding):
             if name != "weight":
                 tensor.fill_(torch.nan)
             setattr(self, name, nn.Parameter(tensor, requires_grad=False))
-        self._checked: tuple | None = None
 
     @classmethod
     def spec(cls, rows: int, width: int, dtype: torch.dtype) -> Spec:
@@ -85,7 +97,7 @@ class QuantizedEmbedding(nn.Embedding):
 
     def forward(self, input: Tensor) -> Tensor:
         if not torch.compiler.is_compiling():
-            self._check_at_first_use()
+            self.check_at_first_use()
         # The weight through nn.Embedding, in whose place a sharded table puts its own lookup.
         rows = super().forward(input)
         stored = {"weight": rows}
@@ -96,13 +108,6 @@ class QuantizedEmbedding(nn.Embedding):
                     scale = F.embedding(input.to(scale.device), scale)
                 stored[name] = scale.to(rows.device)  # it moves with the model; an offloaded table does not
         return self.decode(stored, self.activation_dtype)
-
-    def _check_at_first_use(self) -> None:
-        scales = [p for name, p in self._parameters.items() if name != "weight" and p is not None]
-        state = tuple((p.data_ptr(), 0 if p.is_inference() else p._version) for p in scales)
-        if state != self._checked:
-            _check_embedding("the table", self)
-            self._checked = state
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         def without_conversion(tensor: Tensor) -> Tensor:

@@ -1,14 +1,17 @@
 """An embedding whose table stays in its files, for hosts with less memory than the table."""
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
 import ple_compile.ops.mapped_lookup  # noqa: F401  (registers the operator)
-from ple_compile.tables.formats import QuantizedEmbedding
+from ple_compile.tables.formats import CheckedScales, QuantizedEmbedding
 from ple_compile.tables.mapped_rows import MappedRows
 
 
-class MappedEmbedding(nn.Embedding):
+class MappedEmbedding(CheckedScales):
     """Looks rows up in mapped files, plain ones or those of a quantised format.
 
     `weight` has no rows: it only says on which device ids are expected and of what type rows are, and a state dict with
@@ -28,11 +31,9 @@ class MappedEmbedding(nn.Embedding):
         self.weight = nn.Parameter(torch.empty(0, embedding_dim, dtype=dtype), requires_grad=False)
         self.rows, self.quantized = rows, quantized
         self._number_lookups()
-        spec = {} if quantized is None else quantized.spec(num_rows, embedding_dim, dtype)
-        for name, tensor in singles.items():
-            kind, shape = spec[name]
-            setattr(self, name, nn.Parameter(tensor.to(kind).reshape(shape), requires_grad=False))
         self._singles = tuple(singles)
+        for name, tensor in singles.items():
+            self._put_single(name, tensor)
 
     def _number_lookups(self) -> None:
         self._lookups = [(name, r.number, r.width, r.dtype) for name, r in self.rows.items()]
@@ -41,7 +42,23 @@ class MappedEmbedding(nn.Embedding):
         super().__setstate__(state)
         self._number_lookups()  # another process numbers its tables anew
 
+    def _put_single(self, name: str, tensor: Tensor) -> None:
+        """As a table in memory has it: of the activation type, or float32 in any model."""
+        assert self.quantized is not None
+        dtype, shape = self.quantized.spec(self.num_embeddings, self.embedding_dim, self.weight.dtype)[name]
+        setattr(self, name, nn.Parameter(tensor.to(dtype).reshape(shape), requires_grad=False))
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        before = {name: getattr(self, name).detach() for name in self._singles}
+        super()._apply(fn, recurse)
+        for name, tensor in before.items():
+            if getattr(self, name).dtype != tensor.dtype:
+                self._put_single(name, tensor.to(getattr(self, name).device))
+        return self
+
     def forward(self, input: Tensor) -> Tensor:
+        if not torch.compiler.is_compiling():
+            self.check_at_first_use()
         stored = {
             name: torch.ops.ple.mapped_lookup(number, input, width, dtype)
             for name, number, width, dtype in self._lookups

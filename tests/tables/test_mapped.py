@@ -74,6 +74,33 @@ def test_a_float32_scale_is_rounded_as_for_a_table_in_memory(tmp_path, shape, dt
     assert rows.dtype == expected.dtype == dtype and torch.equal(rows, expected)
 
 
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_casts(tmp_path, name, dtype):
+    module = write_quantized(tmp_path, FORMATS[name])
+    scales = {f"{BASE}.{key}": torch.tensor([1.2345e-4]) for key in module.table_parameters}
+    rewrite(tmp_path / "model.safetensors", **scales)
+    in_memory, mapped = Model(dtype=torch.float32), Model(dtype=torch.float32)
+    load_tables(in_memory, tmp_path)
+    load_tables(mapped, tmp_path, format="mmap")
+    ids = torch.arange(ROWS)
+    for model in (in_memory, mapped):
+        model.to(dtype).to(torch.float32)
+    assert torch.equal(mapped.table(ids), in_memory.table(ids))
+    rows, expected = mapped.to(dtype).table(ids), in_memory.to(dtype).table(ids)
+    assert rows.dtype == expected.dtype == dtype and torch.equal(rows, expected)
+
+
+def test_a_scale_that_a_cast_rounds_to_zero(tmp_path):
+    write_quantized(tmp_path, FP8Embedding)
+    rewrite(tmp_path / "model.safetensors", **{f"{BASE}.weight_scale": torch.tensor([1e-9])})
+    model = Model()
+    load_tables(model, tmp_path, format="mmap")
+    model.table(torch.tensor([3]))
+    with pytest.raises(ValueError, match="the weight_scale of the table has values from 0.0"):
+        model.half().table(torch.tensor([3]))
+
+
 def test_a_scale_that_is_no_number(tmp_path):
     write_quantized(tmp_path, FP8Embedding)
     rewrite(tmp_path / "model.safetensors", **{f"{BASE}.weight_scale": torch.tensor([torch.nan])})
