@@ -34,6 +34,7 @@ from ple_compile.matching.graph import (
     value,
 )
 from ple_compile.ops.dequantized_lookup import reference as dequantize
+from ple_compile.ops.sharded_lookup import sharded_lookup
 
 E4M3 = torch.float8_e4m3fn
 FLOATS = {torch.float32, torch.bfloat16, torch.float16}
@@ -66,9 +67,13 @@ class QuantizedLookup:
 
 
 def find_quantized_lookups(graph: Graph) -> list[tuple[Node, QuantizedLookup | Declined]]:
-    """Every gather from a table of e4m3, or of bytes with e4m3 scales, with its roles or why it has none."""
+    """Every gather from a table of e4m3, or of bytes with e4m3 scales, with its roles or why it has none.
+
+    Rows of a sharded table travel as they are stored: what they are scaled with is no table.
+    """
     found: list[tuple[Node, QuantizedLookup | Declined]] = []
-    scales: set[Node] = set()
+    sharded = graph.find_nodes(op="call_function", target=sharded_lookup)
+    scales = {scale for node in sharded for scale in _scales(_arithmetic(node, node.args[1]))}
     for node, (table, ids) in _gathers_of_bytes(graph):
         inside = _arithmetic(node, ids)
         leaves = _scales(inside)

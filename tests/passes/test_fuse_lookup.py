@@ -9,7 +9,10 @@ from torch.nn import functional as F
 from ple_compile import upstream
 from ple_compile.passes.fuse_lookup import fuse_lookup
 from ple_compile.report import GraphReport
+from ple_compile.sharding.shard import shard_tables
 from tests.graphs import printed, run_graph
+from tests.sharding.fake import fake_mesh
+from tests.sharding.lowered import NGrams
 from tests.tables.test_formats import CLASSES, quantized
 
 E4M3 = torch.float8_e4m3fn
@@ -257,6 +260,15 @@ def test_debug_checks_the_ids():
 def test_plain_tables_are_not_touched():
     for weight in (torch.randn(ROWS, WIDTH), torch.randn(ROWS, WIDTH).bfloat16()):
         assert_left_alone(lambda w, i: F.embedding(i, w) * 2, weight, ids(), because=None)
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+def test_sharded_tables_are_not_touched(cls):
+    model = NGrams(ROWS, WIDTH)
+    model.rows, _ = quantized(cls, ROWS, WIDTH)
+    with fake_mesh(tp=1) as mesh:
+        shard_tables(model, mesh)
+        assert_left_alone(model, ids(), because=None)
 
 
 def test_bytes_of_another_meaning_are_not_touched():
