@@ -122,7 +122,8 @@ def reaches_lookup(embedding: nn.Embedding) -> bool:
     base = type(embedding)
     if base is nn.Embedding:
         return True
-    probe: nn.Embedding = object.__new__(type("Probe", (base, Recorder), {}))
+    scales_may_come_later: dict[str, Any] = {"check_at_first_use": lambda self: None}
+    probe: nn.Embedding = object.__new__(type("Probe", (base, Recorder), scales_may_come_later))
     probe.__dict__ = embedding.__dict__
     with torch.no_grad():
         probe(torch.empty(0, dtype=torch.int64, device=embedding.weight.device))

@@ -69,7 +69,7 @@ def load_tables(
     # What `shard_tables` has made of a table is not undone.
     with put_back_on_failure(model) if mesh is None else contextlib.nullcontext():
         for group, found in zip(tied, stored):
-            _prepare(model, group, found, format)
+            _prepare(model, group, found, format, mesh is not None)
         if mesh is not None:
             _shard(model, mesh)
         current = {table.name: table for table in find_tables(model)}
@@ -107,8 +107,8 @@ def _check(table: Table, stored: StoredTable, format: str | None, meshed: bool) 
         raise ValueError(f"{table.name} is sharded and would change its format; load_tables before shard_tables")
 
 
-def _prepare(model: nn.Module, group: list[Table], stored: StoredTable, format: str | None) -> None:
-    """Bring a table's embeddings into the class of its format, without memory yet."""
+def _prepare(model: nn.Module, group: list[Table], stored: StoredTable, format: str | None, meshed: bool) -> None:
+    """Bring a table's embeddings into the class of its format, with memory where it had some and is not sharded yet."""
     embedding, weight, cls = group[0].embedding, group[0].weight, stored.quantized
     activation = _activation_dtype(embedding)
     if format == "mmap":
@@ -122,7 +122,7 @@ def _prepare(model: nn.Module, group: list[Table], stored: StoredTable, format: 
     elif cls is not None and not _fits(embedding, cls):
         num_rows, width = _shape(group[0])
         new = cls(num_rows, width, embedding.padding_idx, dtype=activation, device="meta")
-        _replace(model, group, new if weight.is_meta else new.to_empty(device=weight.device))
+        _replace(model, group, new if weight.is_meta or meshed else new.to_empty(device=weight.device))
 
 
 def _replace(model: nn.Module, group: list[Table], new: nn.Embedding) -> None:

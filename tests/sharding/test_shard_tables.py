@@ -64,6 +64,16 @@ def test_a_table_on_the_meta_device_gets_its_rows_only():
         assert same_bytes(module.rows.weight, table[25:50])
 
 
+def test_a_quantised_table_whose_scales_come_later():
+    module = NGrams(7, embedding=FP8Embedding)
+    with fake_mesh(tp=1) as mesh:
+        shard_tables(module, mesh)
+        with pytest.raises(ValueError, match="never loaded"):
+            module.rows(torch.tensor([0]))
+        module.rows.weight_scale.data.fill_(1)
+        module.rows(torch.tensor([0]))
+
+
 def test_layouts():
     def layout(axis, axes, **settings):
         module = NGrams(7)

@@ -3,7 +3,10 @@
 import pytest
 import torch
 
+from ple_compile.tables.formats import FORMATS
+from ple_compile.tables.load import load_tables
 from tests.checkpoints import table_rows, write_checkpoint
+from tests.sharding.fake import fake_mesh
 from tests.sharding.ranks import run_ranks
 from tests.tables.test_load import BASE, ROWS, WIDTH, Model, write_quantized
 
@@ -46,8 +49,6 @@ def test_each_rank_reads_its_own_rows(tmp_path, ranks, sharded_before):
 
 @pytest.mark.parametrize("name", ["fp8", "fp8_row", "nvfp4"])
 def test_quantised_tables(tmp_path, name):
-    from ple_compile.tables.formats import FORMATS
-
     expected = write_quantized(tmp_path, FORMATS[name], 4)(torch.arange(ROWS))
     results = run_ranks(2, load_rows, tmp_path, False)
     for rows, _, kind in results:
@@ -55,10 +56,18 @@ def test_quantised_tables(tmp_path, name):
         assert torch.equal(torch.from_numpy(rows), expected.view(torch.uint8))
 
 
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_quantised_checkpoint_into_a_plain_model_in_memory(tmp_path, monkeypatch, name):
+    expected = write_quantized(tmp_path, FORMATS[name])
+    model = Model(device="cpu")
+    monkeypatch.delattr(torch.nn.Module, "to_empty")  # no rank has memory for the whole table
+    with fake_mesh(tp=1) as mesh:
+        load_tables(model, tmp_path, mesh)
+        assert torch.equal(model.table(torch.arange(ROWS)), expected(torch.arange(ROWS)))
+
+
 def quantise_while_loading(rank, directory, format):
     from torch.distributed.device_mesh import init_device_mesh
-
-    from ple_compile.tables.load import load_tables
 
     load_tables(Model(), directory, init_device_mesh("cpu", (1,), mesh_dim_names=("tp",)), format)
 
