@@ -8,6 +8,7 @@ import torch
 from ple_compile import host_tables, records, upstream
 from ple_compile.config import Config, make_config
 from ple_compile.expand_on_cpu import rounding
+from ple_compile.graph_scales import check_graph_scales
 from ple_compile.pipeline import FusePass
 from ple_compile.stats import count_call
 from ple_compile.table_reads import ReadCounter
@@ -22,8 +23,8 @@ def ple(
 ) -> Callable:
     """Compile one Dynamo graph; `options` are the fields of `ple_compile.Config`.
 
-    Raises ValueError for an unknown option or value, and DeclinedError under `strict`; `torch.compile` wraps both in
-    its BackendCompilerFailed at the first call.
+    Raises ValueError for an unknown option or value and for a quantised table whose scale is zero, NaN or was never
+    loaded, and DeclinedError under `strict`; `torch.compile` wraps both in its BackendCompilerFailed at the first call.
     """
     return compile_graph(gm, example_inputs, make_config(options or {}, mode))
 
@@ -35,6 +36,7 @@ def compile_graph(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], confi
     users = upstream.custom_passes(patches.get(name, getattr(upstream.inductor_config, name)))
     training = torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in example_inputs)
     names = [upstream.input_name(node) for node in gm.graph.find_nodes(op="placeholder")]
+    check_graph_scales(gm, example_inputs, names)
     fuse = FusePass(config, training, users, names)
     graph_break = upstream.graph_break(gm)
     inputs = list(example_inputs)

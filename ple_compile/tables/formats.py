@@ -287,18 +287,22 @@ def _check_embedding(name: str, embedding: nn.Module) -> None:
     weight = parameters["weight"]
     if weight is None or weight.is_meta:
         return
-    scales = {
-        key: p for key, p in parameters.items() if key != "weight" and p is not None and not p.is_meta and p.numel()
-    }
+    scales = {key: p for key, p in parameters.items() if key != "weight" and p is not None and not p.is_meta}
     if weight.dtype.is_floating_point and weight.dtype.itemsize == 1 and "weight_scale" not in parameters:
         raise ValueError(f"{name} is {weight.dtype} and has no weight_scale; its rows would be off by a factor")
     for key, scale in scales.items():
+        check_scale(f"the {key} of {name}", scale)
+
+
+def check_scale(what: str, scale: Tensor) -> None:
+    """Raise ValueError for a scale that is zero, negative or not finite."""
+    if scale.numel():
         scale = torch.atleast_1d(scale.detach())
-        check_scale(f"the {key} of {name}", scale.split(max(1, _CHECK_BLOCK // scale[0].numel())))
+        check_scale_blocks(what, scale.split(max(1, _CHECK_BLOCK // scale[0].numel())))
 
 
-def check_scale(what: str, blocks: Iterable[Tensor]) -> None:
-    """Raise ValueError for a scale, some rows of it after the other, that is zero, negative or not finite."""
+def check_scale_blocks(what: str, blocks: Iterable[Tensor]) -> None:
+    """`check_scale` of some rows after the other."""
     start, largest = 0, 0.0
     for block in blocks:
         values = block.reshape(block.shape[0], -1).float()

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ple_compile.tables.find import Table, find_tables
-from ple_compile.tables.formats import QuantizedEmbedding, check_scale, check_scales, format_class
+from ple_compile.tables.formats import QuantizedEmbedding, check_scale_blocks, check_scales, format_class
 from ple_compile.tables.mapped import MappedEmbedding
 from ple_compile.tables.mapped_rows import MappedRows
 from ple_compile.tables.offload import is_offloaded, offload_tables
@@ -114,7 +114,7 @@ def _prepare(model: nn.Module, group: list[Table], stored: StoredTable, format: 
     if format == "mmap":
         rows = {key: MappedRows(parts) for key, parts in stored.rows.items()}
         for key in rows.keys() - {"weight"}:
-            check_scale(f"the {key} of {group[0].name}", rows[key].blocks())
+            check_scale_blocks(f"the {key} of {group[0].name}", rows[key].blocks())
         singles = {key: _read_whole(tensor) for key, tensor in stored.singles.items()}
         _replace(model, group, MappedEmbedding(rows, singles, cls, embedding.embedding_dim, activation))
     elif cls is None and isinstance(embedding, MappedEmbedding):
