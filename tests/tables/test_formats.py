@@ -144,6 +144,13 @@ def test_a_group_scale_of_zero_is_legal_and_one_of_nan_is_not():
         check("t", module)
 
 
+def test_extremes_of_float8():
+    for byte in range(256):
+        scale = torch.tensor([byte, 8], dtype=torch.uint8).view(torch.float8_e4m3fn)
+        found, expected = formats._extremes(scale), scale.float().aminmax()
+        assert torch.equal(torch.tensor(found).nan_to_num(-1), torch.stack(list(expected)).nan_to_num(-1))
+
+
 def test_each_row_spans_the_range_of_float8():
     module, values = quantized(RowScaledFP8Embedding, dtype=torch.float32)
     largest = torch.finfo(torch.float8_e4m3fn).max
