@@ -148,7 +148,9 @@ def _replace_forwards(model: nn.Module, config: Config) -> tuple[whole_graph.Und
         try:
             return whole_graph.apply_indexer(model), False
         except ValueError as reason:
-            log.warning("ple_compile.compile: the QSA indexer keeps its loop over queries: %s", reason)
+            # A model that accelerate has dispatched is as its user wants it; an unknown source is news.
+            level = logging.INFO if isinstance(reason, whole_graph.OwnForward) else logging.WARNING
+            log.log(level, "ple_compile.compile: the QSA indexer keeps its loop over queries: %s", reason)
     return None, False
 
 

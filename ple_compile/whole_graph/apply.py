@@ -31,6 +31,10 @@ _TEXT, _INDEXER = "Qwen4ExpTextModel", "Qwen4ExpTextQSAIndexer"
 _DELTA, _EXPERTS = "Qwen4ExpTextGatedDeltaNet", "Qwen4ExpTextExperts"
 
 
+class OwnForward(ValueError):
+    """A module to be changed has a `forward` of its own already."""
+
+
 @dataclass
 class Undo:
     """Call it to give the model its own methods back; `changes` says what was replaced, for reports."""
@@ -268,7 +272,7 @@ def _replace_forwards(
         for name, module in text_model.named_modules():
             if type(module).__name__ in changed and "forward" in vars(module):
                 undo()
-                raise ValueError(f"{name or 'the text model'} already has a forward of its own; undo that first")
+                raise OwnForward(f"{name or 'the text model'} already has a forward of its own; undo that first")
         for module in text_model.modules():
             if (forward := changed.get(type(module).__name__)) is not None:
                 undo._replace(module, forward)
