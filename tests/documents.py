@@ -15,6 +15,7 @@ import shlex
 from unittest import SkipTest
 
 import pytest
+import torch
 from sybil import Document
 from sybil.parsers.markdown import PythonCodeBlockParser, SkipParser
 
@@ -54,12 +55,13 @@ def run_python(name: str, monkeypatch: pytest.MonkeyPatch, *, no_gpu: bool) -> i
     document = Document.parse(str(ROOT / name), PythonCodeBlockParser(), SkipParser())
     document.namespace.update(no_gpu=no_gpu, monkeypatch=monkeypatch, __name__="documentation")
     ran = 0
-    for example in document.examples():
-        try:
-            example.evaluate()
-        except SkipTest:
-            continue
-        ran += 1
+    with torch.set_grad_enabled(torch.is_grad_enabled()):  # as it was, whatever a page sets
+        for example in document.examples():
+            try:
+                example.evaluate()
+            except SkipTest:
+                continue
+            ran += 1
     return ran
 
 
