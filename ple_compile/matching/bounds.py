@@ -3,6 +3,7 @@
 import torch
 from torch.fx import Node
 
+from ple_compile.matching import probe
 from ple_compile.matching.candidates import Declined
 from ple_compile.matching.graph import aten, calls, dims, is_tensor, tensor_inputs, value
 
@@ -66,9 +67,4 @@ def _acted(node: Node, values: dict[Node, object]) -> bool:
     if not isinstance(result, torch.Tensor) or not result.numel():
         return False
     inputs = [values.get(source) for source in tensor_inputs(node) if dims(source) == dims(node)]
-    return not any(isinstance(x, torch.Tensor) and _equal(x, result) for x in inputs)
-
-
-def _equal(x: torch.Tensor, result: torch.Tensor) -> bool:
-    same = x.dtype == result.dtype and x.shape == result.shape
-    return same and bool(((x == result) | (x.isnan() & result.isnan())).all())
+    return not any(isinstance(x, torch.Tensor) and probe.identical(x, result) for x in inputs)

@@ -258,17 +258,12 @@ def _compare(conv: PackedConv, root: Node, leaves: list[Node], expected, *, exac
                     run.run(nodes)
                     bounds.saw(run.env)
                     actual = run.env[root]
-                    same = _identical if exact else probe.close if precise else probe.same_rounding
+                    same = probe.identical if exact else probe.close if precise else probe.same_rounding
                     if not any(same(actual, one) for one in wanted):
                         raise Declined(f"{root.name} differs from the packed convolution's")
     except (probe.Unprobeable, ValueError, IndexError) as reason:
         raise Declined(str(reason)) from None
     bounds.check()
-
-
-def _identical(actual: torch.Tensor, wanted: torch.Tensor) -> bool:
-    same = actual.dtype == wanted.dtype and actual.shape == wanted.shape
-    return same and bool(((actual == wanted) | (actual.isnan() & wanted.isnan())).all())
 
 
 def _draw(conv: PackedConv, leaves: list[Node], sizes: dict, kind: int, precise: bool):

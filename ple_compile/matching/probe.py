@@ -145,6 +145,12 @@ def size_assignments(nodes: Iterable[Node], states: Iterable[Node] = ()) -> list
     return held
 
 
+def identical(actual: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Equal types, shapes and values, NaN where there is NaN."""
+    same = actual.dtype == expected.dtype and actual.shape == expected.shape
+    return same and bool(((actual == expected) | (actual.isnan() & expected.isnan())).all())
+
+
 def close(actual: torch.Tensor, expected: torch.Tensor) -> bool:
     """Equal shapes, and equal values to float64 rounding, of small ones relative to the largest."""
     if actual.shape != expected.shape:

@@ -5,8 +5,8 @@ measures. Beside the table itself there is one copy, the quantised one, and a fe
 
 With `path` the result is a safetensors file (which `load_tables` reads) and the model maps it. It is called
 `<path>.part` until it is complete, and what is done is noted in `<path>.progress`, so that a run that was killed goes
-on where it stopped. A table that stays in
-its files (`load_tables(format="mmap")`) is read from there by blocks, so that none of it is held in memory.
+on where it stopped. A table that stays in its files (`load_tables(format="mmap")`) is read from there by blocks, so
+that none of it is held in memory.
 """
 
 import dataclasses
