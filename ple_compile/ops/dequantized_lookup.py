@@ -27,9 +27,11 @@ from ple_compile.ops._rounding import TRITON_DTYPE
 from ple_compile.tables import formats, pinning
 
 GROUP = 16  # values that share one scale in nvfp4
+PIECE = 16  # values of a row that one thread handles: a group, or as many bytes as one load takes
 
-_DEVICE_PROGRAMS = 2048
-_TILE_VALUES = 4096
+# Pieces of a program. On the device every program has one block; over the bus few programs walk through them.
+_BLOCK, _NUM_WARPS = 128, 4
+_HOST_BLOCK = 1024
 
 
 def reference(
@@ -93,15 +95,17 @@ def e4m3_lookup_kernel(
     ROW_STRIDE: tl.constexpr,
     SCALE_STRIDE: tl.constexpr,
     PRODUCT: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK_WIDTH: tl.constexpr,
+    PIECE: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
-    column = tl.arange(0, BLOCK_WIDTH)[None, :]
-    start = tl.program_id(0) * BLOCK_ROWS
-    while start < num_ids:
-        index = start + tl.arange(0, BLOCK_ROWS)
-        wanted = index < num_ids
-        row = tl.load(ids_ptr + index, mask=wanted, other=-1).to(tl.int64)
+    PIECES: tl.constexpr = (WIDTH + PIECE - 1) // PIECE
+    num_pieces = num_ids.to(tl.int64) * PIECES
+    start = tl.program_id(0).to(tl.int64) * BLOCK
+    while start < num_pieces:
+        piece = start + tl.arange(0, BLOCK)
+        index = piece // PIECES
+        column = (piece % PIECES * PIECE)[:, None] + tl.arange(0, PIECE)[None, :]
+        row = tl.load(ids_ptr + index, mask=piece < num_pieces, other=-1).to(tl.int64)
         inside = (row >= 0) & (row < num_rows)
         codes = tl.load(
             table_ptr + row[:, None] * ROW_STRIDE + column, mask=inside[:, None] & (column < WIDTH), other=0
@@ -109,9 +113,9 @@ def e4m3_lookup_kernel(
         scale = tl.load(scale_ptr + row * SCALE_STRIDE, mask=inside, other=0.0)
         product = (decode_e4m3(codes) * scale.to(tl.float32)[:, None]).to(PRODUCT)
         tl.store(
-            rows_ptr + index.to(tl.int64)[:, None] * WIDTH + column,
+            rows_ptr + index[:, None] * WIDTH + column,
             product.to(tl.float32).to(rows_ptr.dtype.element_ty),
-            mask=wanted[:, None] & (column < WIDTH),
+            mask=(piece < num_pieces)[:, None] & (column < WIDTH),
         )
         start += step
 
@@ -129,31 +133,25 @@ def nvfp4_lookup_kernel(
     GROUPS: tl.constexpr,
     ROW_STRIDE: tl.constexpr,
     SCALE_STRIDE: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK_GROUPS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     table_scale = tl.load(table_scale_ptr)
-    group = tl.arange(0, BLOCK_GROUPS)[None, :]
-    packed = tl.arange(0, 8)[None, None, :]
-    value = tl.arange(0, 16)[None, None, :]
-    start = tl.program_id(0) * BLOCK_ROWS
-    while start < num_ids:
-        index = start + tl.arange(0, BLOCK_ROWS)
-        wanted = index < num_ids
-        row = tl.load(ids_ptr + index, mask=wanted, other=-1).to(tl.int64)
-        inside = ((row >= 0) & (row < num_rows))[:, None] & (group < GROUPS)
-        bytes_ = tl.load(
-            table_ptr + row[:, None, None] * ROW_STRIDE + group[:, :, None] * 8 + packed,
-            mask=inside[:, :, None],
-            other=0,
-        ).to(tl.uint16)
-        scale = decode_e4m3(tl.load(scale_ptr + row[:, None] * SCALE_STRIDE + group, mask=inside, other=0))
-        codes = tl.join(bytes_ & 15, bytes_ >> 4).reshape(BLOCK_ROWS, BLOCK_GROUPS, 16)
-        product = decode_e2m1(codes) * scale[:, :, None] * table_scale
+    num_pieces = num_ids.to(tl.int64) * GROUPS
+    start = tl.program_id(0).to(tl.int64) * BLOCK
+    while start < num_pieces:
+        piece = start + tl.arange(0, BLOCK)
+        group = piece % GROUPS
+        row = tl.load(ids_ptr + piece // GROUPS, mask=piece < num_pieces, other=-1).to(tl.int64)
+        inside = (row >= 0) & (row < num_rows)
+        packed = (row * ROW_STRIDE + group * 8)[:, None] + tl.arange(0, 8)[None, :]
+        bytes_ = tl.load(table_ptr + packed, mask=inside[:, None], other=0).to(tl.uint16)
+        scale = decode_e4m3(tl.load(scale_ptr + row * SCALE_STRIDE + group, mask=inside, other=0))
+        codes = tl.join(bytes_ & 15, bytes_ >> 4).reshape(BLOCK, 16)
+        product = decode_e2m1(codes) * scale[:, None] * table_scale
         tl.store(
-            rows_ptr + index.to(tl.int64)[:, None, None] * (GROUPS * 16) + group[:, :, None] * 16 + value,
+            rows_ptr + piece[:, None] * 16 + tl.arange(0, 16)[None, :],
             product.to(rows_ptr.dtype.element_ty),
-            mask=(wanted[:, None] & (group < GROUPS))[:, :, None],
+            mask=(piece < num_pieces)[:, None],
         )
         start += step
 
@@ -171,11 +169,12 @@ def launch(
     rows = torch.empty((*ids.shape, width), dtype=dtype, device=ids.device)
     if rows.numel() == 0:
         return rows
-    block_width = max(GROUP, triton.next_power_of_2(width))
-    block_rows = max(1, min(16, _TILE_VALUES // block_width))
-    programs = _host_reads.PROGRAMS if pinning.is_host_memory(table) else _DEVICE_PROGRAMS
-    programs = min(programs, triton.cdiv(ids.numel(), block_rows))
-    counts = (ids.contiguous(), ids.numel(), table.shape[0], programs * block_rows)
+    on_host = pinning.is_host_memory(table)
+    block, num_warps = (_HOST_BLOCK, _host_reads.NUM_WARPS) if on_host else (_BLOCK, _NUM_WARPS)
+    programs = triton.cdiv(ids.numel() * triton.cdiv(width, PIECE), block)
+    if on_host:
+        programs = min(programs, _host_reads.PROGRAMS)
+    counts = (ids.contiguous(), ids.numel(), table.shape[0], programs * block)
     # As bytes: on sm80 Triton refuses even a pointer to e4m3.
     if table_scale is None:
         e4m3_lookup_kernel[(programs,)](
@@ -187,9 +186,9 @@ def launch(
             ROW_STRIDE=table.stride(0),
             SCALE_STRIDE=0 if scale.numel() == 1 else scale.stride(0),
             PRODUCT=TRITON_DTYPE[product_dtype],
-            BLOCK_ROWS=block_rows,
-            BLOCK_WIDTH=block_width,
-            num_warps=8,
+            PIECE=PIECE,
+            BLOCK=block,
+            num_warps=num_warps,
         )
     else:
         nvfp4_lookup_kernel[(programs,)](
@@ -201,9 +200,8 @@ def launch(
             GROUPS=width // GROUP,
             ROW_STRIDE=table.stride(0),
             SCALE_STRIDE=scale.stride(0),
-            BLOCK_ROWS=block_rows,
-            BLOCK_GROUPS=block_width // GROUP,
-            num_warps=8,
+            BLOCK=block,
+            num_warps=num_warps,
         )
     return rows
 
