@@ -5,14 +5,14 @@
 table [R, D] of any dtype, rows contiguous (a row stride larger than D is fine); ids int32 or int64 of any shape; rows
 [*ids.shape, D] contiguous in the table's dtype on the ids' device. With CUDA ids the table lies on the same device or
 page-locked on the host; the kernel then reads it over the bus (UVA), with a bounded grid of persistent programs that
-leaves the other SMs to whoever runs beside, and many ids in the order of their rows' addresses (`_host_reads`).
+leaves the other SMs to whoever runs beside (`_host_reads`), and many ids in the order of their rows' addresses
+(`_address_order`).
 
 An id outside the table gives a row of zeros on the device and is an error on the CPU; memory outside the table is
 never read. `check_ids` finds such ids at the price of a host synchronisation.
 Bytes moved: each row once in, once out; ids once. Offsets are int64 throughout.
 """
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ple_compile.ops import _host_reads
+from ple_compile.ops import _address_order, _host_reads
 from ple_compile.ops._library import define
 from ple_compile.ops._words import in_words, word_type
 from ple_compile.tables import hot_rows, pinning
@@ -50,7 +50,7 @@ def lookup_kernel(
     rows_ptr,
     table_ptr,
     ids_ptr,
-    order_ptr,  # where the rows go, or None for the order of the ids
+    positions_ptr,  # where the rows go, or None for the order of the ids
     num_ids,
     num_rows,
     step,
@@ -75,8 +75,8 @@ def lookup_kernel(
             table_words + row[:, None] * ROW_STRIDE + word[None, :], mask=inside[:, None] & real_word[None, :], other=0
         )
         position = index.to(tl.int64)
-        if order_ptr is not None:
-            position = tl.load(order_ptr + index, mask=wanted, other=0)
+        if positions_ptr is not None:
+            position = tl.load(positions_ptr + index, mask=wanted, other=0).to(tl.int64)
         # The next ids arrive while these rows are on their way.
         start += step
         index += step
@@ -88,7 +88,9 @@ def lookup_kernel(
 def launch(table: Tensor, ids: Tensor) -> Tensor:
     check_arguments(table, ids)
     rows = empty_rows(table, ids)
-    gather_into(rows, table, ids.contiguous())
+    gather = prepared(rows, table, ids.contiguous())
+    gather.fetch()
+    gather.finish()
     return rows
 
 
@@ -96,33 +98,24 @@ def empty_rows(table: Tensor, ids: Tensor) -> Tensor:
     return torch.empty((*ids.shape, table.shape[1]), dtype=table.dtype, device=ids.device)
 
 
-def gather_into(rows: Tensor, table: Tensor, ids: Tensor) -> None:
-    """Launch the gather on the current stream; `rows` and `ids` are contiguous."""
-    if rows.numel():
-        prepared(table, ids)(rows)
-
-
-def prepared(table: Tensor, ids: Tensor) -> Callable[[Tensor], None]:
-    """What launches the gather of contiguous `ids`, not empty, into the rows that it is given.
-
-    It may run on another stream, and holds what it reads. What puts the ids in order is launched here: many short
-    kernels, each of which would wait for a place beside others.
-    """
+def prepared(rows: Tensor, table: Tensor, ids: Tensor) -> _host_reads.Gather:
+    """The gather of contiguous `ids` into `rows`; it holds what it reads."""
+    if not rows.numel():
+        return _host_reads.Gather(lambda: None)
     if not pinning.is_host_memory(table):
         row_bytes = table.shape[1] * table.element_size()
         choices = chosen("lookup", Choices(), table.device, row_bytes=row_bytes)
-        return lambda rows: run(rows, table, ids, choices)
+        return _host_reads.Gather(lambda: run(rows, table, ids, choices))
     cache = hot_rows.cache_of(table, ids.device) if ids.numel() >= hot_rows.MIN_IDS else None
     if cache is not None and cache.is_current():
-        return lambda rows: cache.gather_into(rows, table, ids)
+        return cache.prepared(rows, table, ids)
     if ids.numel() < _host_reads.ORDERED_FROM:
-        return lambda rows: run(rows, table, ids, HOST_CHOICES)
-    order = _host_reads.address_order(ids, table.shape[0])
-    sorted_ids = ids.view(-1)[order]
-    return lambda rows: run(rows, table, sorted_ids, HOST_CHOICES, order)
+        return _host_reads.Gather(lambda: run(rows, table, ids, HOST_CHOICES))
+    ordered, positions = _address_order.address_order(ids, table.shape[0])
+    return _host_reads.Gather(lambda: run(rows, table, ordered, HOST_CHOICES, positions))
 
 
-def run(rows: Tensor, table: Tensor, ids: Tensor, choices: Choices, order: Tensor | None = None) -> None:
+def run(rows: Tensor, table: Tensor, ids: Tensor, choices: Choices, positions: Tensor | None = None) -> None:
     word = word_type(table)
     row_words = in_words(table.shape[1], table, word)
     block_words = triton.next_power_of_2(row_words)
@@ -132,7 +125,7 @@ def run(rows: Tensor, table: Tensor, ids: Tensor, choices: Choices, order: Tenso
         rows,
         table,
         ids,
-        order,
+        positions,
         ids.numel(),
         table.shape[0],
         programs * block_rows,

@@ -4,18 +4,18 @@
     ...                                        anything else
     rows = ple.lookup_wait(flight, table, ids) # equals ple.lookup(table, ids)
 
-The flight is a one-byte tensor that stands for the transfer: it carries the rows' buffer and the event to wait for as
+The flight is a copy of the ids that stands for the transfer: it carries the rows' buffer and the event to wait for as
 a Python attribute, so the wait can hand over that very buffer, without a copy and without an output that aliases a
 graph-visible input. Its data dependence states the order. Nothing is shared between two flights.
 
 Memory and streams: the buffer is allocated on the caller's stream before the fork and released on it after the join.
-The ids are put in order before the fork, on the caller's stream; the side stream gets the one kernel that takes long.
-It reads a copy of the ids: Inductor may give start and wait a buffer each with the same ids, and then reuses the
-start's while the transfer runs. Each caller's stream has its own side stream, so a CUDA-graph capture forks and joins
-inside itself: start and wait belong into one capture. A wait on another stream than its start's hands over a copy,
-since that stream may allocate from the pool of a CUDA graph (Inductor's warm-up does). A flight that is dropped without
-its wait joins when it is dropped. A wait whose flight arrives without its buffer (it was waited for before) fetches the
-rows itself.
+The side stream gets the one kernel that takes long, and reads the copy: Inductor may give start and wait a buffer each
+with the same ids, and then reuses the start's while the transfer runs. What comes before that kernel is launched on the
+caller's stream in the start, what comes after it in the wait. Each caller's stream has its own side stream, so a
+CUDA-graph capture forks and joins inside itself: start and wait belong into one capture. A wait on another stream than
+its start's hands over a copy, since that stream may allocate from the pool of a CUDA graph (Inductor's warm-up does). A
+flight that is dropped without its wait joins when it is dropped. A wait whose flight arrives without its buffer (it was
+waited for before) fetches the rows itself.
 
 The CPU does the whole lookup in the start.
 """
@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from ple_compile.ops import _stalls, lookup
+from ple_compile.ops._host_reads import Gather
 from ple_compile.ops._library import define
 
 # `torch.Stream` rather than `torch.cuda.Stream`, whose Python layers cost several times as much host time.
@@ -37,7 +38,7 @@ class _Transfer:
     """Rows that a side stream is writing, and what it reads meanwhile."""
 
     rows: Tensor
-    gather: object  # holds what the side stream reads, until the join
+    gather: Gather  # holds what the side stream reads, until the join
     main: torch.Stream
     done: torch.Event
     captured: bool
@@ -47,6 +48,7 @@ class _Transfer:
         current = torch.accelerator.current_stream(self.rows.device)
         _stalls.wait(current, self.done)
         self.joined = True
+        self.gather.finish()
         if current == self.main:
             return self.rows
         self.rows.record_stream(current)
@@ -58,7 +60,7 @@ class _Transfer:
 
 
 def start_on_cpu(table: Tensor, ids: Tensor) -> Tensor:
-    flight = torch.zeros(1, dtype=torch.uint8)
+    flight = ids.clone(memory_format=torch.contiguous_format)
     flight.__dict__["rows"] = lookup.reference(table, ids)
     return flight
 
@@ -72,14 +74,13 @@ def wait_on_cpu(flight: Tensor, table: Tensor, ids: Tensor) -> Tensor:
 def start_on_cuda(table: Tensor, ids: Tensor) -> Tensor:
     lookup.check_arguments(table, ids)
     rows = lookup.empty_rows(table, ids)
-    flight = torch.empty(1, dtype=torch.uint8, device=ids.device)
-    gather = lookup.prepared(table, ids.clone(memory_format=torch.contiguous_format)) if rows.numel() else None
+    flight = ids.clone(memory_format=torch.contiguous_format)
+    gather = lookup.prepared(rows, table, flight)
     main = torch.accelerator.current_stream(ids.device)
     side = _side_stream(main)
     side.wait_stream(main)
-    if gather is not None:
-        with side:
-            gather(rows)
+    with side:
+        gather.fetch()
     captured = torch.cuda.is_current_stream_capturing()
     flight.__dict__["transfer"] = _Transfer(rows, gather, main, side.record_event(), captured)
     return flight
@@ -106,7 +107,7 @@ def _side_stream(main: torch.Stream) -> torch.Stream:
 
 
 def fake_start(table: Tensor, ids: Tensor) -> Tensor:
-    return ids.new_empty(1, dtype=torch.uint8)
+    return torch.empty_like(ids, memory_format=torch.contiguous_format)
 
 
 def fake_wait(flight: Tensor, table: Tensor, ids: Tensor) -> Tensor:

@@ -6,15 +6,16 @@ most once per batch. A miss takes a free way of its set, or one whose count is z
 from every count of the set and is not kept. So a row seen once makes room for the next, and a row seen again stays
 for as many such misses as it was hit.
 
-One lookup is six launches on one stream and for many ids a sort, none of which the host waits for:
-    prepare  take the cache for this lookup, clear the table of the election
+One lookup is eight launches, none of which the host waits for:
+    prepare  take the cache for this lookup, clear the table of the election and the counts of the leaders
     probe    per id: a hit, or the election of one leader among the positions that miss the same row; leaders choose a
-             way and write its word (words only: the data that earlier hits point at stays until `insert`)
-    (sort    many leaders by the address of their rows)
-    fetch    leaders' rows from the host, a bounded grid over the list of leaders
-    copy     hits from the cache, the other positions from their leaders' rows
-    insert   leaders' rows into the ways they chose
+             way and write its word (words only: the data that hits point at stays until `fetch`)
+    (scan, place   list the leaders by the address of their rows: `_address_order`)
+    hits     copy rows out of the cache
+    fetch    leaders' rows from the host, into the result and into the ways they chose; a bounded grid, which may run
+             beside other work
     release  give the cache back
+    follow   copy the leaders' rows to the other positions
 
 Exact by construction: a word stamped with this batch is no hit for this batch, since its data is not there yet; words
 change by compare-and-swap only; and a lookup that finds the cache taken by a lookup on another stream goes without.
@@ -29,13 +30,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ple_compile.ops import _host_reads
+from ple_compile.ops import _address_order, _host_reads
+from ple_compile.ops._address_order import UNLISTED, bucket_of
 from ple_compile.ops._words import in_words, word_type
 
 WAYS = tl.constexpr(8)
 # Below this many ids the fixed cost of the launches is larger than what the cache saves.
 MIN_IDS = 2048
-_DEVICE_PROGRAMS = 64
 
 _ID_MASK = tl.constexpr((1 << 40) - 1)  # also the id of a free way
 _COUNT_ONE = tl.constexpr(1 << 40)
@@ -47,7 +48,6 @@ _NO_WAY = tl.constexpr(1 << 20)  # a rank above every count
 # What `source` says of a position that is neither a hit (its cell) nor a follower (-2 - leader).
 _LEADER = tl.constexpr(-1)
 _OUTSIDE = tl.constexpr(-(2**31))
-_BEHIND_ALL = tl.constexpr(1 << _host_reads.BUCKET_BITS)  # where the sort puts who does not lead
 
 _CACHES: dict[tuple[int, torch.device], "HotRows"] = {}
 
@@ -110,38 +110,36 @@ class HotRows:
         self.clear()
         return True
 
-    def gather_into(self, rows: Tensor, table: Tensor, ids: Tensor) -> None:
-        """Launch the lookup on the current stream; `rows` and `ids` are contiguous, `ids` not empty."""
-        num_ids = ids.numel()
+    def prepared(self, rows: Tensor, table: Tensor, ids: Tensor) -> _host_reads.Gather:
+        """The lookup of contiguous `ids`, not empty, into contiguous `rows`."""
+        num_ids, num_rows = ids.numel(), table.shape[0]
         num_cells = triton.next_power_of_2(2 * num_ids)
-        election = ids.new_empty(num_cells + _IDLE_CELLS.value, dtype=torch.int32)
-        header = ids.new_empty(3, dtype=torch.int32)  # this lookup has the cache, batch number, number of leaders
-        source, claim, leaders = (ids.new_empty(num_ids, dtype=torch.int32) for _ in range(3))
-        buckets = ids.new_empty(num_ids, dtype=torch.int16) if num_ids >= _host_reads.ORDERED_FROM else None
+        num_counts = _address_order.NUM_COUNTS
+        cleared = ids.new_empty(num_counts + num_cells + _IDLE_CELLS.value, dtype=torch.int32)
+        counts, election = cleared[:num_counts], cleared[num_counts:]
+        header = ids.new_empty(2, dtype=torch.int32)  # this lookup has the cache, batch number
+        source, claim, ranks = (ids.new_empty(num_ids, dtype=torch.int32) for _ in range(3))
 
-        prepare_kernel[(triton.cdiv(election.numel(), 1024),)](
-            election, header, self._state, election.numel(), BLOCK=1024
-        )
+        prepare_kernel[(triton.cdiv(cleared.numel(), 1024),)](cleared, header, self._state, cleared.numel(), BLOCK=1024)
         # As many ids as threads, so that no two threads hold the same lane of a compare-and-swap.
         probe_kernel[(triton.cdiv(num_ids, _IDLE_CELLS.value),)](
             source,
             claim,
-            leaders,
-            buckets,
+            ranks,
+            counts,
             election,
             header,
             self._counts,
             self.words,
             ids,
             num_ids,
-            table.shape[0],
-            _host_reads.bucket_shift(table.shape[0]),
+            num_rows,
+            _address_order.bucket_shift(num_rows),
             self.num_sets,
             num_cells,
             num_warps=_IDLE_CELLS.value // 32,
         )
-        if buckets is not None:
-            leaders = buckets.argsort()
+        leading, leaders = _address_order.listed(ids, ranks, counts, num_rows)
 
         word = word_type(table)
         row_words = in_words(table.shape[1], table, word)
@@ -154,13 +152,27 @@ class HotRows:
             BLOCK_WORDS=block_words,
             num_warps=_host_reads.NUM_WARPS,
         )
-        host = min(_host_reads.PROGRAMS, triton.cdiv(num_ids, block_rows))
-        device = min(_DEVICE_PROGRAMS, triton.cdiv(num_ids, block_rows))
+        blocks = triton.cdiv(num_ids, block_rows)
+        host = min(_host_reads.PROGRAMS, blocks)
         stride = in_words(table.stride(0), table, word)
-        fetch_kernel[(host,)](rows, table, ids, leaders, header, host * block_rows, ROW_STRIDE=stride, **tile)
-        copy_kernel[(device,)](rows, self.rows, source, num_ids, device * block_rows, **tile)
-        insert_kernel[(device,)](self.rows, rows, claim, num_ids, device * block_rows, **tile)
-        release_kernel[(1,)](header, self._state)
+        hits_kernel[(blocks,)](rows, self.rows, source, num_ids, **tile)
+
+        def fetch() -> None:
+            fetch_kernel[(host,)](
+                rows,
+                self.rows,
+                table,
+                leading,
+                leaders,
+                claim,
+                counts[-1:],
+                host * block_rows,
+                ROW_STRIDE=stride,
+                **tile,
+            )
+            release_kernel[(1,)](header, self._state)
+
+        return _host_reads.Gather(fetch, lambda: follow_kernel[(blocks,)](rows, source, num_ids, **tile))
 
 
 def attach(table: Tensor, nbytes: int, device: torch.device) -> HotRows:
@@ -216,9 +228,9 @@ def _version(table: Tensor) -> int:
 
 
 @triton.jit(do_not_specialize=["num_cells"])
-def prepare_kernel(election_ptr, header_ptr, state_ptr, num_cells, BLOCK: tl.constexpr):
+def prepare_kernel(cleared_ptr, header_ptr, state_ptr, num_cells, BLOCK: tl.constexpr):
     cell = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    tl.store(election_ptr + cell, tl.zeros([BLOCK], tl.int32), mask=cell < num_cells)
+    tl.store(cleared_ptr + cell, tl.zeros([BLOCK], tl.int32), mask=cell < num_cells)
     if tl.program_id(0) == 0:
         taken = tl.atomic_cas(state_ptr, 0, 1)
         # Batch numbers run from 1 to 65535: 0 belongs to free ways.
@@ -227,7 +239,6 @@ def prepare_kernel(election_ptr, header_ptr, state_ptr, num_cells, BLOCK: tl.con
             tl.store(state_ptr + 1, batch)
         tl.store(header_ptr, 1 - taken)
         tl.store(header_ptr + 1, batch)
-        tl.store(header_ptr + 2, 0)
 
 
 @triton.jit
@@ -240,11 +251,11 @@ def release_kernel(header_ptr, state_ptr):
 def probe_kernel(
     source_ptr,
     claim_ptr,
-    leaders_ptr,
-    buckets_ptr,  # None when the leaders stay as they come
+    ranks_ptr,
+    counts_ptr,
     election_ptr,
     header_ptr,
-    counts_ptr,
+    totals_ptr,
     words_ptr,
     ids_ptr,
     num_ids,
@@ -308,12 +319,9 @@ def probe_kernel(
         waiting = waiting & ~(won | follows)
         cell = (cell + 1) & (num_cells - 1)
 
-    num_leaders = tl.sum(leads.to(tl.int32), axis=0)
-    place = tl.atomic_add(header_ptr + 2, num_leaders) + tl.cumsum(leads.to(tl.int32), axis=0) - 1
-    tl.store(leaders_ptr + place, index, mask=leads)
-    if buckets_ptr is not None:
-        bucket = tl.where(leads, row >> shift, _BEHIND_ALL)
-        tl.store(buckets_ptr + index, bucket.to(tl.int16), mask=index < num_ids)
+    wanted = index < num_ids
+    rank = tl.atomic_add(counts_ptr + bucket_of(row, shift), 1, mask=leads)
+    tl.store(ranks_ptr + index, tl.where(leads, rank, UNLISTED), mask=wanted)
 
     # Leaders take a free way or one whose count is zero; whoever comes second goes without.
     takes = leads & (cheapest_rank <= 0)
@@ -333,21 +341,22 @@ def probe_kernel(
         )
 
     source = tl.where(hit, hit_cell.to(tl.int32), tl.where(leads, _LEADER, -2 - leader))
-    wanted = index < num_ids
     tl.store(source_ptr + index, tl.where(inside, source, _OUTSIDE), mask=wanted)
     tl.store(claim_ptr + index, tl.where(claimed, cheapest_cell.to(tl.int32), -1), mask=wanted)
-    tl.atomic_add(counts_ptr, tl.sum(inside.to(tl.int64), axis=0))
-    tl.atomic_add(counts_ptr + 1, tl.sum(hit.to(tl.int64), axis=0))
-    tl.atomic_add(counts_ptr + 2, num_leaders.to(tl.int64))
+    tl.atomic_add(totals_ptr, tl.sum(inside.to(tl.int64), axis=0))
+    tl.atomic_add(totals_ptr + 1, tl.sum(hit.to(tl.int64), axis=0))
+    tl.atomic_add(totals_ptr + 2, tl.sum(leads.to(tl.int64), axis=0))
 
 
 @triton.jit(do_not_specialize=["step"])
 def fetch_kernel(
     rows_ptr,
+    cache_ptr,
     table_ptr,
-    ids_ptr,
+    leading_ptr,
     leaders_ptr,
-    header_ptr,
+    claim_ptr,
+    num_leaders_ptr,
     step,
     ROW_STRIDE: tl.constexpr,
     WORD: tl.constexpr,
@@ -357,82 +366,84 @@ def fetch_kernel(
 ):
     table_words = table_ptr.to(tl.pointer_type(WORD))
     row_words = rows_ptr.to(tl.pointer_type(WORD))
+    cache_words = cache_ptr.to(tl.pointer_type(WORD))
     word = tl.arange(0, BLOCK_WORDS)
-    num_leaders = tl.load(header_ptr + 2)
+    real_word = (word < ROW_WORDS)[None, :]
+    num_leaders = tl.load(num_leaders_ptr)
     start = tl.program_id(0) * BLOCK_ROWS
     place = start + tl.arange(0, BLOCK_ROWS)
-    position = tl.load(leaders_ptr + place, mask=place < num_leaders, other=0).to(tl.int64)
-    row = tl.load(ids_ptr + position).to(tl.int64)
+    row = tl.load(leading_ptr + place, mask=place < num_leaders, other=0).to(tl.int64)
     while start < num_leaders:
-        mask = (place < num_leaders)[:, None] & (word < ROW_WORDS)[None, :]
-        words = tl.load(table_words + row[:, None] * ROW_STRIDE + word[None, :], mask=mask)
-        destination = row_words + position[:, None] * ROW_WORDS + word[None, :]
+        wanted = place < num_leaders
+        words = tl.load(
+            table_words + row[:, None] * ROW_STRIDE + word[None, :], mask=wanted[:, None] & real_word, other=0
+        )
+        position = tl.load(leaders_ptr + place, mask=wanted, other=0).to(tl.int64)
+        claim = tl.load(claim_ptr + position, mask=wanted, other=-1).to(tl.int64)
         # The next ids arrive while these rows are on their way.
         start += step
         place += step
-        position = tl.load(leaders_ptr + place, mask=place < num_leaders, other=0).to(tl.int64)
-        row = tl.load(ids_ptr + position).to(tl.int64)
-        tl.store(destination, words, mask=mask)
+        row = tl.load(leading_ptr + place, mask=place < num_leaders, other=0).to(tl.int64)
+        tl.store(row_words + position[:, None] * ROW_WORDS + word[None, :], words, mask=wanted[:, None] & real_word)
+        tl.store(
+            cache_words + claim[:, None] * ROW_WORDS + word[None, :], words, mask=(claim >= 0)[:, None] & real_word
+        )
 
 
-@triton.jit(do_not_specialize=["num_ids", "step"])
-def copy_kernel(
+@triton.jit(do_not_specialize=["num_ids"])
+def hits_kernel(
     rows_ptr,
     cache_ptr,
     source_ptr,
     num_ids,
-    step,
     WORD: tl.constexpr,
     ROW_WORDS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_WORDS: tl.constexpr,
 ):
-    row_words = rows_ptr.to(tl.pointer_type(WORD))
-    cache_words = cache_ptr.to(tl.pointer_type(WORD))
-    word = tl.arange(0, BLOCK_WORDS)
-    real_word = (word < ROW_WORDS)[None, :]
-    start = tl.program_id(0) * BLOCK_ROWS
-    while start < num_ids:
-        index = start + tl.arange(0, BLOCK_ROWS)
-        source = tl.load(source_ptr + index, mask=index < num_ids, other=_LEADER).to(tl.int64)
-        hit, follows = source >= 0, (source < _LEADER) & (source > _OUTSIDE)
-        cell = tl.where(hit, source, 0)
-        leader = tl.where(follows, -2 - source, 0)
-        cached = tl.load(
-            cache_words + cell[:, None] * ROW_WORDS + word[None, :], mask=hit[:, None] & real_word, other=0
-        )
-        fetched = tl.load(
-            row_words + leader[:, None] * ROW_WORDS + word[None, :], mask=follows[:, None] & real_word, other=0
-        )
-        # Rows of ids outside the table become zeros; leaders have theirs.
-        tl.store(
-            row_words + index.to(tl.int64)[:, None] * ROW_WORDS + word[None, :],
-            cached | fetched,
-            mask=(source != _LEADER)[:, None] & real_word,
-        )
-        start += step
+    """Rows of ids outside the table become zeros."""
+    index = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    source = tl.load(source_ptr + index, mask=index < num_ids, other=_LEADER).to(tl.int64)
+    outside = source == _OUTSIDE
+    copy_rows(rows_ptr, index, cache_ptr, source, source >= 0, outside, WORD, ROW_WORDS, BLOCK_WORDS)
 
 
-@triton.jit(do_not_specialize=["num_ids", "step"])
-def insert_kernel(
-    cache_ptr,
+@triton.jit(do_not_specialize=["num_ids"])
+def follow_kernel(
     rows_ptr,
-    claim_ptr,
+    source_ptr,
     num_ids,
-    step,
     WORD: tl.constexpr,
     ROW_WORDS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_WORDS: tl.constexpr,
 ):
-    row_words = rows_ptr.to(tl.pointer_type(WORD))
-    cache_words = cache_ptr.to(tl.pointer_type(WORD))
-    word = tl.arange(0, BLOCK_WORDS)
-    start = tl.program_id(0) * BLOCK_ROWS
-    while start < num_ids:
-        index = start + tl.arange(0, BLOCK_ROWS)
-        claim = tl.load(claim_ptr + index, mask=index < num_ids, other=-1).to(tl.int64)
-        mask = (claim >= 0)[:, None] & (word < ROW_WORDS)[None, :]
-        words = tl.load(row_words + index.to(tl.int64)[:, None] * ROW_WORDS + word[None, :], mask=mask)
-        tl.store(cache_words + claim[:, None] * ROW_WORDS + word[None, :], words, mask=mask)
-        start += step
+    index = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    source = tl.load(source_ptr + index, mask=index < num_ids, other=_LEADER).to(tl.int64)
+    follows = (source < _LEADER) & (source > _OUTSIDE)
+    copy_rows(rows_ptr, index, rows_ptr, -2 - source, follows, index < 0, WORD, ROW_WORDS, BLOCK_WORDS)
+
+
+@triton.jit
+def copy_rows(
+    rows_ptr,
+    index,
+    from_ptr,
+    source,
+    copied,
+    zeroed,
+    WORD: tl.constexpr,
+    ROW_WORDS: tl.constexpr,
+    BLOCK_WORDS: tl.constexpr,
+):
+    word = tl.arange(0, BLOCK_WORDS)[None, :]
+    words = tl.load(
+        from_ptr.to(tl.pointer_type(WORD)) + source[:, None] * ROW_WORDS + word,
+        mask=copied[:, None] & (word < ROW_WORDS),
+        other=0,
+    )
+    tl.store(
+        rows_ptr.to(tl.pointer_type(WORD)) + index.to(tl.int64)[:, None] * ROW_WORDS + word,
+        words,
+        mask=(copied | zeroed)[:, None] & (word < ROW_WORDS),
+    )

@@ -1,11 +1,13 @@
 """The CUDA halves of a lookup on streams that only note what is launched on them; kernels run in the interpreter."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 
-from ple_compile.ops import _host_reads, lookup, lookup_async
+from ple_compile.ops import _address_order, _host_reads, lookup, lookup_async
+from ple_compile.tables import hot_rows
 
 
 class Stream:
@@ -32,6 +34,20 @@ class Stream:
         self.events.append("on main")
 
 
+KERNELS = [f"{name}_kernel" for name in ("prepare", "probe", "hits", "fetch", "release", "follow")]
+
+
+class Noting:
+    """A kernel that notes its launches in `events`."""
+
+    def __init__(self, name: str, kernel: Any, events: list[str]):
+        self.name, self.kernel, self.events = name, kernel, events
+
+    def __getitem__(self, grid: tuple) -> Any:
+        self.events.append(self.name)
+        return self.kernel[grid]
+
+
 @pytest.fixture
 def events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     noted: list[str] = []
@@ -44,7 +60,7 @@ def events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return lambda *args: (noted.append(name), function(*args))[1]
 
     monkeypatch.setattr(lookup, "run", noting("gather", lookup.run))
-    monkeypatch.setattr(_host_reads, "address_order", noting("order", _host_reads.address_order))
+    monkeypatch.setattr(_address_order, "address_order", noting("order", _address_order.address_order))
     return noted
 
 
@@ -67,4 +83,21 @@ def test_nothing_is_launched_for_no_ids(events: list[str]) -> None:
     table, ids = torch.randn(50, 8), torch.zeros(0, 4, dtype=torch.int64)
     flight = lookup_async.start_on_cuda(table, ids)
     assert lookup_async.wait_on_cuda(flight, table, ids).shape == (0, 4, 8)
-    assert events == ["side waits for main", "main waits for all of side"]
+    assert events == ["side waits for main", "on side", "on main", "main waits for all of side"]
+
+
+def test_with_hot_rows_only_the_fetch_runs_beside(events: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What comes before it is launched by the start, what comes after it by the wait."""
+    for name in KERNELS:
+        kernel = getattr(hot_rows, name)
+        monkeypatch.setattr(hot_rows, name, Noting(name.removesuffix("_kernel"), kernel, events))
+    monkeypatch.setattr(hot_rows, "MIN_IDS", 1)
+    monkeypatch.setattr(lookup.pinning, "is_host_memory", lambda table: True)
+    table, ids = torch.randn(5000, 8), torch.randint(0, 50, (20, 4))
+    cache = hot_rows.attach(table, 4096, torch.device("cpu"))
+    flight = lookup_async.start_on_cuda(table, ids)
+    assert torch.equal(lookup_async.wait_on_cuda(flight, table, ids), table[ids])
+    before = ["prepare", "probe", "hits", "side waits for main"]
+    assert events == [*before, "on side", "fetch", "release", "on main", "main waits for all of side", "follow"]
+    assert cache.counts()["looked_up"] == 80
+    hot_rows.detach(table)

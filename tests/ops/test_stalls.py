@@ -8,6 +8,7 @@ import torch
 
 import ple_compile
 from ple_compile.ops import lookup_async
+from ple_compile.ops._host_reads import Gather
 from ple_compile.stats import restore_stats
 
 
@@ -57,8 +58,8 @@ def stream(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stream]:
 
 def wait(stream: Stream, *, rows_at: float) -> None:
     """A lookup whose rows arrive at `rows_at`, in milliseconds, is waited for."""
-    rows, flight = torch.zeros(1), torch.zeros(1, dtype=torch.uint8)
-    flight.transfer = lookup_async._Transfer(rows, (rows, rows), stream, Event(at=rows_at), captured=False)
+    rows, flight = torch.zeros(1), torch.zeros(1, dtype=torch.int64)
+    flight.transfer = lookup_async._Transfer(rows, Gather(lambda: None), stream, Event(at=rows_at), captured=False)
     assert lookup_async.wait_on_cuda(flight, rows, rows) is rows
 
 
@@ -101,8 +102,8 @@ def test_nothing_is_recorded_unasked_or_while_a_graph_is_captured(
     assert stream.at == 1 and "timed_waits" not in ple_compile.stats()
     ple_compile.reset_stats(stalls=True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    flight = torch.zeros(1, dtype=torch.uint8)
-    flight.transfer = lookup_async._Transfer(flight, (flight, flight), stream, Event(at=3.0), captured=True)
+    flight = torch.zeros(1, dtype=torch.int64)
+    flight.transfer = lookup_async._Transfer(flight, Gather(lambda: None), stream, Event(at=3.0), captured=True)
     lookup_async.wait_on_cuda(flight, flight, flight)
     assert stream.at == 3 and stalls() == (0, 0)
 

@@ -174,7 +174,7 @@ def cache_of(model):
 
 def warm(model):
     cache, ids = cache_of(model), torch.arange(64)
-    cache.gather_into(torch.empty(64, 8, dtype=model.table.weight.dtype), model.table.weight, ids)
+    cache.prepared(torch.empty(64, 8, dtype=model.table.weight.dtype), model.table.weight, ids).fetch()
     assert cache.holds(ids).any()
     return cache
 
