@@ -6,14 +6,17 @@
 Needs a CUDA device, host memory for the table (`--rows`, 320 bytes each) and room for a copy of it on the GPU (the
 "table on GPU" column is left out when it does not fit). Times are medians of wall time between two synchronisations.
 
-The layer table runs a step of two layers, compiled: products of the released width that take about as long as the
-lookup, then the lookup of real text and its use; five steps between two synchronisations, so that the host runs ahead
-as it does in a model. "lookup hidden" is the share of the lookup's time that prefetching takes away:
+The layer table runs a step of two layers, compiled: products of the released width that take as long as the lookup and
+at least 0.6 ms, then the lookup of real text and its use; 16 steps between two synchronisations, so that the host runs
+ahead as it does in a model. (At 64 tokens a layer of the released model reads some 365 of its 512 experts, 3.6 GB.)
+"lookup hidden" is the share of the lookup's time that prefetching takes away:
 (host - prefetched) / (host - layer alone).
 """
 
 import argparse
+import itertools
 import json
+import math
 import platform
 import statistics
 import subprocess
@@ -33,8 +36,9 @@ from ple_compile.tables import hot_rows
 from ple_compile.tables.offload import offload_tables
 
 HIDDEN, WIDTH, HEADS, TOKENS, MODES = 2560, 160, 16, (1, 64, 8192), ("default", "reduce-overhead")
-# Enough that no lookup of a measurement repeats an earlier one.
+# Enough that no cache of the host holds the rows of a batch when it comes again.
 NUM_BATCHES = 48
+LAYER_US, LAYER_WEIGHTS = 600.0, 4
 MULTIPLIERS = (23703573157769, 9876543210987, 1357913579135)
 
 
@@ -67,16 +71,17 @@ def check(rows: Tensor, ids: Tensor) -> None:
         raise AssertionError("a lookup returned other rows than those asked for")
 
 
-def measure(step: Callable[[int], object], together: int = 1) -> float:
-    """Median microseconds of `step(i)`, so many of them between two synchronisations."""
-    for i in range(5):
-        step(i)
+def measure(step: Callable[[int], object], samples: int = 35, together: int = 1) -> float:
+    """Median microseconds of `step(batch)`, so many of them between two synchronisations."""
+    batches = itertools.cycle(range(NUM_BATCHES))
+    for _ in range(5):
+        step(next(batches))
     times = []
-    for first in range(5, 40, together):
+    for _ in range(samples):
         torch.cuda.synchronize()
         start = time.perf_counter()
-        for i in range(first, first + together):
-            step(i)
+        for _ in range(together):
+            step(next(batches))
         torch.cuda.synchronize()
         times.append((time.perf_counter() - start) / together)
     return statistics.median(times) * 1e6
@@ -132,20 +137,18 @@ def measure_neighbour(model: NGrams) -> dict:
 class Work(nn.Module):
     """Products that take about as long as a lookup: hidden states of the released width, widened four times."""
 
-    def __init__(self, microseconds: float):
+    def __init__(self, tokens: int, microseconds: float):
         super().__init__()
-        self.weight = nn.Parameter(torch.randn(HIDDEN, 4 * HIDDEN, device="cuda", dtype=torch.bfloat16) / HIDDEN**0.5)
+        shape = (LAYER_WEIGHTS, HIDDEN, 4 * HIDDEN)
+        self.weights = nn.Parameter(torch.randn(shape, device="cuda", dtype=torch.bfloat16) / HIDDEN**0.5)
         self.requires_grad_(False)
-        for rows in (8192, 2048, 512, 128):
-            self.hidden = torch.randn(rows, HIDDEN, device="cuda", dtype=torch.bfloat16)
-            one = measure_product(self.hidden, self.weight)
-            if one < microseconds:
-                break
-        self.repeats = max(1, round(microseconds / one))
+        self.hidden = torch.randn(tokens, HIDDEN, device="cuda", dtype=torch.bfloat16)
+        self.repeats = 1
+        self.repeats = math.ceil(max(microseconds, LAYER_US) / measure_device(lambda: self(self.hidden)))
 
     def forward(self, hidden: Tensor) -> Tensor:
-        for _ in range(self.repeats):
-            hidden = (hidden @ self.weight)[:, :HIDDEN]
+        for i in range(self.repeats):
+            hidden = (hidden @ self.weights[i % LAYER_WEIGHTS])[:, :HIDDEN]
         return hidden
 
 
@@ -172,13 +175,13 @@ class Step(nn.Module):
         return self.layers[1](self.layers[0](hidden), tokens)
 
 
-def measure_product(hidden: Tensor, weight: Tensor) -> float:
-    """Microseconds of one product on a device that is kept busy."""
+def measure_device(step: Callable[[], object]) -> float:
+    """Microseconds of a step on a device that is kept busy."""
     start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     for i in range(120):
         if i == 20:
             start.record()
-        hidden @ weight
+        step()
     stop.record()
     stop.synchronize()
     return start.elapsed_time(stop) * 10
@@ -189,7 +192,7 @@ def measure_layer(model: NGrams, gpu_table: nn.Embedding | None, text: Text, tok
     """One row of the layer table. The hot rows are 2 % of the table, filled on other text than they are measured on."""
     batches = list(text.measuring[: NUM_BATCHES * tokens].split(tokens))
     ids = [model.ids(batch) for batch in batches]
-    work = Work(measure(lambda i: lookup(model.table.weight, ids[i])))
+    work = Work(tokens, measure(lambda i: lookup(model.table.weight, ids[i])))
     hidden = work.hidden
 
     def step_time(table: nn.Embedding | None, eager: bool = False, **options: Any) -> float:
@@ -199,7 +202,7 @@ def measure_layer(model: NGrams, gpu_table: nn.Embedding | None, text: Text, tok
             step = torch.compile(step, backend="ple", fullgraph=True, dynamic=False, options={"mode": mode, **options})
         for i in range(3 if table is not None else 0):
             check(step(hidden, batches[i])[1].view(tokens, HEADS, WIDTH), ids[i])
-        return measure(lambda i: step(hidden, batches[i]), together=5)
+        return measure(lambda i: step(hidden, batches[i]), samples=7, together=16)
 
     row: dict[str, Any] = {"tokens": tokens, "mode": mode, "layer alone": step_time(None)}
     if gpu_table is not None:
