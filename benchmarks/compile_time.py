@@ -101,7 +101,8 @@ def main() -> None:
         print(json.dumps(compile_once(options.only, options.ple_layers[0], options.device)))
         return
     rows = [measure(ple_layers, options.device, options.repeats) for ple_layers in options.ple_layers]
-    options.out.write_text(json.dumps({"environment": environment(options.device), "compile time": rows}, indent=2) + "\n")
+    report = {"environment": environment(options.device), "compile time": rows}
+    options.out.write_text(json.dumps(report, indent=2) + "\n")
     print(markdown(rows))
 
 

@@ -30,6 +30,7 @@ import torch
 import triton
 from torch import Tensor, nn
 
+from ple_compile.measuring.timing import graph_microseconds
 from ple_compile.ops.lookup import HOST_CHOICES, empty_rows, lookup, run
 from ple_compile.ops.ngram_ids import ngram_ids
 from ple_compile.tables import hot_rows
@@ -144,7 +145,7 @@ class Work(nn.Module):
         self.requires_grad_(False)
         self.hidden = torch.randn(tokens, HIDDEN, device="cuda", dtype=torch.bfloat16)
         self.repeats = 1
-        self.repeats = math.ceil(max(microseconds, LAYER_US) / measure_device(lambda: self(self.hidden)))
+        self.repeats = math.ceil(max(microseconds, LAYER_US) / graph_microseconds(lambda _: self(self.hidden), 8))
 
     def forward(self, hidden: Tensor) -> Tensor:
         for i in range(self.repeats):
@@ -173,18 +174,6 @@ class Step(nn.Module):
 
     def forward(self, hidden: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
         return self.layers[1](self.layers[0](hidden), tokens)
-
-
-def measure_device(step: Callable[[], object]) -> float:
-    """Microseconds of a step on a device that is kept busy."""
-    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    for i in range(120):
-        if i == 20:
-            start.record()
-        step()
-    stop.record()
-    stop.synchronize()
-    return start.elapsed_time(stop) * 10
 
 
 @torch.no_grad()
