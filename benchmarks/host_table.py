@@ -39,7 +39,7 @@ from ple_compile.tables.offload import offload_tables
 HIDDEN, WIDTH, HEADS, TOKENS, MODES = 2560, 160, 16, (1, 64, 8192), ("default", "reduce-overhead")
 # Enough that no cache of the host holds the rows of a batch when it comes again.
 NUM_BATCHES = 48
-LAYER_US, LAYER_WEIGHTS = 600.0, 4
+LAYER_US = 600.0
 MULTIPLIERS = (23703573157769, 9876543210987, 1357913579135)
 
 
@@ -136,20 +136,21 @@ def measure_neighbour(model: NGrams) -> dict:
 
 
 class Work(nn.Module):
-    """Products that take about as long as a lookup: hidden states of the released width, widened four times."""
+    """Products that take at least as long as a lookup: hidden states of the released width, widened so far that a
+    product takes longer than its launch."""
 
     def __init__(self, tokens: int, microseconds: float):
         super().__init__()
-        shape = (LAYER_WEIGHTS, HIDDEN, 4 * HIDDEN)
-        self.weights = nn.Parameter(torch.randn(shape, device="cuda", dtype=torch.bfloat16) / HIDDEN**0.5)
+        wide = 4 * HIDDEN if tokens > 1024 else 32 * HIDDEN
+        self.weight = nn.Parameter(torch.randn(HIDDEN, wide, device="cuda", dtype=torch.bfloat16) / HIDDEN**0.5)
         self.requires_grad_(False)
         self.hidden = torch.randn(tokens, HIDDEN, device="cuda", dtype=torch.bfloat16)
         self.repeats = 1
         self.repeats = math.ceil(max(microseconds, LAYER_US) / graph_microseconds(lambda _: self(self.hidden), 8))
 
     def forward(self, hidden: Tensor) -> Tensor:
-        for i in range(self.repeats):
-            hidden = (hidden @ self.weights[i % LAYER_WEIGHTS])[:, :HIDDEN]
+        for _ in range(self.repeats):
+            hidden = (hidden @ self.weight)[:, :HIDDEN]
         return hidden
 
 

@@ -2,6 +2,7 @@
 
     python benchmarks/layer.py                            # JSON to layer.json, tables in Markdown to stdout
     python benchmarks/layer.py --peer benchmarks/peers    # with vLLM's kernels (see benchmarks/peer.py)
+    python benchmarks/layer.py --tables transformers --ways eager "ours, reduce-overhead" --tokens 1 8192
 
 bf16, the table 8 M rows. Three tables, times in microseconds:
 - "chain": ids, lookup, merged kv GEMM, gate, norms, convolution, both residual adds, as `backend="ple"` compiles them
@@ -40,6 +41,7 @@ from ple_compile.tables.find import find_tables
 from ple_compile.upstream import counters
 
 TOKENS, MOST_REQUESTS = (1, 64, 8192), 64
+TABLES = ("chain", "transformers", "launches")
 WAYS: dict[str, dict[str, Any] | None] = {
     "eager": None,
     "inductor": {"backend": "inductor"},
@@ -195,7 +197,7 @@ def measure_layer(sizes: Sizes, tokens: list[int], ways: Iterable[str], measure:
             table.weight.data = table.weight.data.cpu()
         here: list[dict[str, Any]] = [{"table on": place, "tokens": count} for count in tokens]
         for way in ways:  # ours after the others: a table that is page-locked stays so
-            if on_gpu and place == "CPU" and way == "ours":
+            if on_gpu and place == "CPU" and "ours" in way:
                 attempt("offload_tables", partial(offload_tables, layer))
             for row in here:
                 cell = f"{measure.__name__}, table on {place}, {row['tokens']} tokens, {way}"
@@ -205,13 +207,15 @@ def measure_layer(sizes: Sizes, tokens: list[int], ways: Iterable[str], measure:
 
 
 def add_speedup(row: dict[str, Any]) -> None:
-    ours = [row[way] for way in WAYS if "ours" in way and row[way] is not None]
-    row["speedup"] = f"{row['eager'] / min(ours):.1f}" if ours and row["eager"] is not None else None
+    ours = [row[way] for way in WAYS if "ours" in way and row.get(way) is not None]
+    row["speedup"] = f"{row['eager'] / min(ours):.1f}" if ours and row.get("eager") is not None else None
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peer", help=f"folder that holds {peer.FILE}, or 'installed'")
+    parser.add_argument("--tables", nargs="+", choices=TABLES, default=TABLES)
+    parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS), help="of transformers' layer")
     parser.add_argument("--tokens", type=int, nargs="+", default=list(TOKENS))
     parser.add_argument("--rows", type=int, default=8_000_000, help="rows of the table")
     parser.add_argument("--hidden", type=int, default=WIDTH)
@@ -221,25 +225,28 @@ def main() -> None:
     sizes = Sizes(hidden=options.hidden, rows=options.rows, device=options.device)
     torch.manual_seed(0)
     report: dict[str, Any] = {"environment": environment(sizes.device) | {"transformers": transformers.__version__}}
-    tables: dict[str, list[dict]] = {"chain, us": [], "transformers, us": [], "launches": []}
+    tables: dict[str, list[dict]] = {f"{name}, us": [] for name in options.tables if name != "launches"}
 
     def store() -> None:
         options.out.write_text(json.dumps(report | tables, indent=2) + "\n")
 
     with torch.no_grad():
-        model = Chain(sizes).eval()
-        work = [(1, count, False) for count in options.tokens]
-        work += [(count, 1, True) for count in options.tokens if count <= MOST_REQUESTS]
-        for batch, tokens, state in work:
-            tables["chain, us"].append(measure_chain(model, batch, tokens, state, options.peer))
+        if "chain" in options.tables:
+            model = Chain(sizes).eval()
+            work = [(1, count, False) for count in options.tokens]
+            work += [(count, 1, True) for count in options.tokens if count <= MOST_REQUESTS]
+            for batch, tokens, state in work:
+                tables["chain, us"].append(measure_chain(model, batch, tokens, state, options.peer))
+                store()
+            del model
+        if "transformers" in options.tables:
+            tables["transformers, us"] = measure_layer(sizes, options.tokens, options.ways, wall_time)
+            for row in tables["transformers, us"]:
+                add_speedup(row)
             store()
-        del model
-        tables["transformers, us"] = measure_layer(sizes, options.tokens, WAYS, wall_time)
-        for row in tables["transformers, us"]:
-            add_speedup(row)
-        store()
-        if sizes.device != "cpu":  # last: a profiler that ran once may slow what follows
-            ways = [way for way in WAYS if "reduce-overhead" not in way]
+        # Last: a profiler that ran once may slow what follows.
+        if "launches" in options.tables and sizes.device != "cpu":
+            ways = [way for way in options.ways if "reduce-overhead" not in way]
             tables["launches"] = measure_layer(sizes, options.tokens, ways, launches)
             store()
     for title, rows in tables.items():
