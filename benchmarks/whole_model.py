@@ -223,7 +223,7 @@ def main() -> None:
     again = {(name, length) for name in arguments.variants for length in arguments.prompts}
     rows = [row for row in kept if (row["variant"], row["prompt"]) not in again]
     for name in arguments.variants:
-        rows += measure(model, name, arguments.prompts)
+        rows += [{**row, "commit": environment()["commit"]} for row in measure(model, name, arguments.prompts)]
         # After each variant: what was measured is kept when a later one does not finish.
         arguments.out.write_text(
             json.dumps({**environment(), "transformers": transformers.__version__, "rows": rows}, indent=1)
