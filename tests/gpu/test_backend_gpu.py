@@ -6,6 +6,7 @@ from transformers import Qwen4ExpTextConfig
 from transformers.models.qwen4_exp.modeling_qwen4_exp import Qwen4ExpTextPLELayer
 
 import ple_compile
+from tests.gpu import synchronisation
 from tests.ple_cases import Case
 
 CUDA = torch.device("cuda")
@@ -79,12 +80,8 @@ def test_released_widths_without_synchronisation(fresh_dynamo: None, tokens: int
     expected = layer(streams, ids, None)
     compiled = torch.compile(layer.forward, backend="ple", fullgraph=True)
     compiled(streams, ids, None)
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with synchronisation.forbidden():
         actual = compiled(streams, ids, None)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     different = (actual != expected).float().mean().item()
     assert different < 0.02, different
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from ple_compile.ops import dequantized_lookup as op
+from tests.gpu import synchronisation
 
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]
 ROWS, WIDTH = 50_000, 160
@@ -112,13 +113,10 @@ def test_captured_in_a_cuda_graph_and_without_synchronisation():
     table, scale = bytes_of(ROWS, WIDTH).view(torch.float8_e4m3fn).cuda(), torch.rand(1).cuda()
     ids = torch.randint(0, ROWS, (64, 16), device="cuda")
     torch.ops.ple.dequantized_lookup(table, scale, None, ids, torch.float32, torch.bfloat16)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with synchronisation.forbidden():
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             rows = torch.ops.ple.dequantized_lookup(table, scale, None, ids, torch.float32, torch.bfloat16)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     for _ in range(3):
         ids.random_(0, ROWS)
         graph.replay()

@@ -13,6 +13,7 @@ from ple_inputs import (
 
 from ple_compile.ops.gate import reference as reference_gate
 from ple_compile.ops.gate_conv import Tuning, gate_conv, gate_conv_update, gate_conv_update_, reference_update, run
+from tests.gpu import synchronisation
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 # batch, seq, width, streams, kernel, dilation, state columns
@@ -141,13 +142,9 @@ def test_capture_in_a_cuda_graph(seq):
 def test_no_host_synchronisation():
     inputs = make_inputs(1, 40, 2560, 4, 4, 3, 9, dtype=torch.bfloat16)
     gate_conv(*inputs)
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with synchronisation.forbidden():
         gate_conv(*inputs)
         gate_conv_update_(*inputs)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_offsets_past_31_bits():

@@ -9,6 +9,7 @@ from torch import nn
 from ple_compile.ops import lookup, lookup_async
 from ple_compile.tables import hot_rows, pinning
 from ple_compile.tables.offload import offload_tables
+from tests.gpu import synchronisation
 
 ROWS, WIDTH = 200_000, 160
 
@@ -252,13 +253,10 @@ def test_the_start_overlaps_with_work_on_the_main_stream(model):
 def test_no_host_synchronisation(model):
     table, ids = model.table.weight, draw_ids(64, 16)
     lookup_async.lookup_wait(lookup_async.lookup_start(table, ids), table, ids)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with synchronisation.forbidden():
         flight = torch.ops.ple.lookup_start(table, ids)
         torch.ops.ple.lookup_wait(flight, table, ids)
         torch.ops.ple.lookup(table, ids)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("mode", [None, "reduce-overhead"])
@@ -365,11 +363,8 @@ def test_hot_rows_follow_an_update_and_need_no_host_synchronisation():
     module, cache = hot_model(1_000_000)
     table, ids = module.table.weight, zipf_ids(512, 0)
     torch.ops.ple.lookup(table, ids)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with synchronisation.forbidden():
         torch.ops.ple.lookup_wait(torch.ops.ple.lookup_start(table, ids), table, ids)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert cache.holds(ids).any()
     module.load_state_dict(NGrams().state_dict())
     assert_rows(torch.ops.ple.lookup(table, ids), table, ids)

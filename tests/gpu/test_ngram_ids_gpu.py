@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from ple_compile.ops import ngram_ids
+from tests.gpu import synchronisation
 
 EOS = 3
 RELEASED_SIZES = [20000003 + 10 * head for head in range(16)]
@@ -40,12 +41,9 @@ def test_extreme_and_strided_tokens():
 def test_one_launch_without_synchronisation():
     tokens, arguments = draw(2, 512).cuda(), hashes()
     torch.ops.ple.ngram_ids(tokens, None, *arguments, EOS)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with synchronisation.forbidden():
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
             torch.ops.ple.ngram_ids(tokens, None, *arguments, EOS)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     kernels = [event.name for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
     assert kernels == ["ngram_ids_kernel"]
 

@@ -6,6 +6,7 @@ import torch
 from ple_compile.ops.ngram_ids import ngram_ids
 from ple_compile.ops.ngram_lookup import ngram_lookup
 from ple_compile.tables.pinning import page_lock
+from tests.gpu import synchronisation
 
 EOS = 3
 HEADS = 16
@@ -47,12 +48,9 @@ def test_offsets_past_31_bits():
 def test_one_launch_without_synchronisation():
     table, tokens, arguments = torch.randn(40_000, 160, device="cuda"), draw(2, 512), hashes(40_000)
     ngram_lookup(table, tokens, None, *arguments, EOS)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with synchronisation.forbidden():
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
             ngram_lookup(table, tokens, None, *arguments, EOS)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     kernels = [event.name for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
     assert kernels == ["ngram_lookup_kernel"]
 

@@ -1,6 +1,7 @@
 """prefetch_lookup on the device: what overlaps, what is returned, what memory it takes, under both ways of running."""
 
 import gc
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ import torch
 import ple_compile
 from ple_compile import offload_tables
 from ple_compile.tables.find import find_tables
+from tests.gpu import synchronisation
 from tests.gpu.test_backend_gpu import released_layer
 from tests.host_stack import Stack
 
@@ -240,13 +242,8 @@ def test_transformers_layer_with_its_table_on_the_cpu(mode, touched):
     for number in range(6):
         streams = torch.randn(1, 64, 10_240, device="cuda", dtype=torch.bfloat16)
         tokens = torch.randint(0, 32_000, (1, 64), device="cuda")
-        if number == 5:
-            torch.cuda.synchronize()
-            torch.cuda.set_sync_debug_mode("error")
-        try:
+        with synchronisation.forbidden() if number == 5 else nullcontext():
             actual = step(streams, tokens, None)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
         assert (actual != layer(streams, tokens, None)).float().mean() < 0.02, number
     assert ple_compile.upstream.counters["ple_compile"]["prefetch_lookup"] == 1
     assert ple_compile.stats()["ple_executions"] == 6
@@ -254,18 +251,15 @@ def test_transformers_layer_with_its_table_on_the_cpu(mode, touched):
 
 @torch.no_grad()
 @pytest.mark.parametrize("mode", MODES)
-def test_no_host_synchronisation(mode):
+@pytest.mark.parametrize("tokens", [64, 600])  # the ids of 600 are put in order first
+def test_no_host_synchronisation(mode, tokens):
     model = host_model()
-    step, args = compiled(model, mode), model.inputs(64)
+    step, args = compiled(model, mode), model.inputs(tokens)
     for _ in range(4):
         step(*args)
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with synchronisation.forbidden():
         for _ in range(3):
             step(*args)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def milliseconds(call):
@@ -315,13 +309,9 @@ def test_stalls_that_a_cuda_graph_hides_are_not_counted_as_none(mode):
     for _ in range(4):
         step(*args)
     ple_compile.reset_stats(stalls=True)
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with synchronisation.forbidden():
         for _ in range(3):
             step(*args)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     stats = ple_compile.stats()
     assert stats["prefetched_lookups"] == 3 and stats["timed_waits"] == (3 if mode == "default" else 0)
     assert (stats["stall_us"] > 0) == (mode == "default")

@@ -12,6 +12,7 @@ from ple_compile.tables.load import load_tables
 from ple_compile.tables.offload import offload_tables
 from ple_compile.tables.quantize import quantize_tables
 from tests.checkpoints import table_rows, write_checkpoint
+from tests.gpu import synchronisation
 from tests.host_stack import Stack
 from tests.passes.test_fuse_lookup import Fused
 from tests.tables.test_load import BASE, Model
@@ -85,11 +86,8 @@ def test_on_the_host_its_bytes_are_fetched_a_layer_ahead(format):
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
     assert code.count("ple.lookup_start.default(") == code.count("ple.lookup_wait.default(") == 1
     # Nothing waits for the device: the scales are not copied to the host, nor the ids.
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with synchronisation.forbidden():
         compiled(*args)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

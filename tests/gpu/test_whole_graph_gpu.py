@@ -6,6 +6,7 @@ import torch
 from ple_compile.ops import chunk_gated_delta_rule as delta_rule
 from ple_compile.ops import select_tokens as selection
 from ple_compile.whole_graph import apply, prepare_cache
+from tests.gpu import synchronisation
 from tests.whole_graph.tiny_qwen4exp import CACHE, make_cache, make_model
 
 # Eight heads: no block scores exactly zero, so the original's open ties do not matter.
@@ -80,13 +81,10 @@ def test_selection_of_known_masks_does_not_wait_for_the_device():
     visible = torch.ones(1, 300, 300, dtype=torch.bool, device="cuda").tril()
     arguments = *tensors, visible, weight, 1e-6, 4, 16
     torch.ops.ple.select_tokens(*arguments, "prefix")
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with synchronisation.forbidden():
         for layout in ("prefix", "interval"):
             torch.ops.ple.select_tokens(*arguments, layout)
         selection.select_rows(tensors[0][:, -1], *tensors[1:], visible[:, -1], weight, 1e-6, 4, 16)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @torch.no_grad()
