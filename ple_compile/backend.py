@@ -8,7 +8,7 @@ import torch
 from ple_compile import host_tables, records, upstream
 from ple_compile.config import Config, make_config
 from ple_compile.expand_on_cpu import rounding
-from ple_compile.graph_scales import check_graph_scales
+from ple_compile.graph_scales import GraphScales
 from ple_compile.pipeline import FusePass
 from ple_compile.stats import count_call
 from ple_compile.table_reads import ReadCounter
@@ -36,7 +36,8 @@ def compile_graph(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], confi
     users = upstream.custom_passes(patches.get(name, getattr(upstream.inductor_config, name)))
     training = torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in example_inputs)
     names = [upstream.input_name(node) for node in gm.graph.find_nodes(op="placeholder")]
-    check_graph_scales(gm, example_inputs, names)
+    scales = GraphScales(gm, example_inputs, names)
+    scales.check(example_inputs)
     fuse = FusePass(config, training, users, names)
     graph_break = upstream.graph_break(gm)
     inputs = list(example_inputs)
@@ -52,6 +53,7 @@ def compile_graph(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], confi
     reads, prefetched = ReadCounter(report.reads, report.symbols), report.counts().get("prefetch_lookup", 0)
 
     def run(*args: Any) -> Any:
+        scales.check(args)
         count_call(ple_executions=report.ple_layers, prefetched_lookups=prefetched, **reads(args))
         records.executed(report, args)
         return compiled(*(host_tables.views(tables, args) if tables else args))

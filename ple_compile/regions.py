@@ -14,7 +14,7 @@ from torch import nn
 from ple_compile import accelerate_hooks, records, upstream, whole_graph
 from ple_compile.config import Config, make_config
 from ple_compile.layers import find_ple_layers
-from ple_compile.tables.formats import check_scales
+from ple_compile.tables.scales import check_scales
 
 log = logging.getLogger("ple_compile")
 

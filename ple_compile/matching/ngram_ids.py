@@ -8,6 +8,7 @@ the ids are flattened or cast for the lookup, those before that are the ids.
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch.fx import Graph, Node
@@ -69,13 +70,21 @@ def find_embeddings(graph: Graph) -> Iterator[tuple[Node, list[Node]]]:
     Of ids that are [batch, sequence, heads] first, then of packed ones, [tokens, heads].
     """
     for node in list(graph.nodes):
-        table_and_ids = node.args[:2] if calls(node, LOOKUPS) else gathered(node)
-        if table_and_ids is None or value(table_and_ids[0]).dim() != 2:
+        looked_up = _looked_up(node)
+        if looked_up is None:
             continue
-        ids = list(producers(table_and_ids[1], LAYOUT | DEVICE_COPIES, lossy=True))
+        ids = list(producers(looked_up, LAYOUT | DEVICE_COPIES, lossy=True))
         if any(calls(n, HASHES) and value(n).dtype in INTEGERS for n in cone(ids[-1:], set())):
             found = {dim: n for n in ids for dim in (3, 2) if value(n).dim() == dim and value(n).dtype == torch.int64}
             yield node, [found[dim] for dim in (3, 2) if dim in found]
+
+
+def _looked_up(node: Node) -> Any:
+    """The ids whose rows of a table a node gives, or None."""
+    if calls(node, LOOKUPS):
+        return node.args[1]
+    gather = gathered(node)
+    return gather[1] if gather is not None and value(gather[0]).dim() == 2 else None
 
 
 def match(ids: Node) -> NgramIds:

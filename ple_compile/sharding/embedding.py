@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 import ple_compile.ops.sharded_lookup  # noqa: F401
 from ple_compile.sharding import _upstream
 from ple_compile.sharding.topology import Layout
+from ple_compile.tables.scales import scales_of
 
 
 class ShardedLookup(nn.Embedding):
@@ -122,7 +123,7 @@ def reaches_lookup(embedding: nn.Embedding) -> bool:
     base = type(embedding)
     if base is nn.Embedding:
         return True
-    scales_may_come_later: dict[str, Any] = {"check_at_first_use": lambda self: None}
+    scales_may_come_later: dict[str, Any] = {"checked_scales": lambda self: scales_of(self, "the table")}
     probe: nn.Embedding = object.__new__(type("Probe", (base, Recorder), scales_may_come_later))
     probe.__dict__ = embedding.__dict__
     with torch.no_grad():

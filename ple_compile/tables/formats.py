@@ -1,25 +1,26 @@
 """Quantised n-gram tables as plain PyTorch embeddings: gather the stored bytes, then dequantise.
 
-    fp8       weight e4m3 [R, D], weight_scale [1]                       row = weight * weight_scale
+    fp8       weight e4m3 [R, D], weight_scale float32 [1]               row = weight * weight_scale
     fp8_row   weight e4m3 [R, D], weight_scale float32 [R, 1]            row = weight * weight_scale[row]
     nvfp4     weight uint8 [R, D / 2], two e2m1 values a byte, the first in the low bits; weight_scale e4m3
               [R, D / 16]; weight_scale_2 float32 [1]                    row = weight * weight_scale * weight_scale_2
 
-Every row is rounded once, to the activation type. In `fp8` that is the type of the scale, exactly as in transformers'
-`FP8Embedding`, whose parameter names and arithmetic these are; the other two multiply in float32. Moving a module to
-another floating type changes the activation type and never the stored bytes.
+Products are taken in float32 and every row is rounded once, to the activation type. Moving a module to another floating
+type changes the activation type and never what is stored. `fp8` has the parameter names of transformers'
+`FP8Embedding`, which gives the same rows: in float32 from the same scale, and in a model of 16 bits, for which it casts
+the scale, wherever that type holds the scale. `quantize_tables` chooses such scales.
 
-Scales start as NaN, so one that was never loaded is told from one that is 1.0; `check_scales` refuses such scales.
+Scales start as NaN, so one that was never loaded is told from one that is 1.0 (`scales`).
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ple_compile.tables.find import find_tables
+from ple_compile.tables.scales import check_once, check_scale, scales_of
 
 E4M3 = torch.float8_e4m3fn
 E4M3_MAX = 448.0
@@ -27,22 +28,21 @@ E4M3_TINY = 2.0**-9
 E2M1_MAX = 6.0
 NVFP4_GROUP = 16
 
-_CHECK_BLOCK = 2**26  # scales looked at together, so that a check needs little memory
-
 Spec = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 
 
 class CheckedScales(nn.Embedding):
     """Refuses wrong scales at its first lookup, and at the first after each change."""
 
-    _checked: tuple | None = None
+    scale_names: tuple[str, ...]
 
-    def check_at_first_use(self) -> None:
-        scales = [p for name, p in self._parameters.items() if name != "weight" and p is not None]
-        state = tuple((p.data_ptr(), 0 if p.is_inference() else p._version) for p in scales)
-        if state != self._checked:
-            _check_embedding("the table", self)
-            self._checked = state
+    def checked_scales(self) -> dict[str, Tensor]:
+        """The scales by name. Compiled code is checked from outside (`graph_scales`)."""
+        scales = scales_of(self, "the table")
+        if not torch.compiler.is_compiling():
+            for key, scale in scales.items():
+                check_once(f"the {key} of the table", scale)
+        return scales
 
 
 class QuantizedEmbedding(CheckedScales):
@@ -64,20 +64,20 @@ class QuantizedEmbedding(CheckedScales):
         shape_only = torch.empty(num_embeddings, embedding_dim, device="meta")
         super().__init__(num_embeddings, embedding_dim, padding_idx, _weight=shape_only, _freeze=True)
         self.activation_dtype = dtype or torch.get_default_dtype()
-        for name, (kind, shape) in self.spec(num_embeddings, embedding_dim, self.activation_dtype).items():
+        for name, (kind, shape) in self.spec(num_embeddings, embedding_dim).items():
             tensor = torch.empty(shape, dtype=kind, device=device)
             if name != "weight":
                 tensor.fill_(torch.nan)
             setattr(self, name, nn.Parameter(tensor, requires_grad=False))
 
     @classmethod
-    def spec(cls, rows: int, width: int, dtype: torch.dtype) -> Spec:
+    def spec(cls, rows: int, width: int) -> Spec:
         """Type and shape of every parameter."""
         raise NotImplementedError
 
     @classmethod
-    def table_scale(cls, largest: float, dtype: torch.dtype) -> Tensor | None:
-        """The scale of the whole table whose largest absolute value is `largest`; None where the format has none."""
+    def table_scale(cls, largest: float) -> Tensor | None:
+        """float32 [1] for a table whose largest absolute value is `largest`; None for a format without such a scale."""
         raise NotImplementedError
 
     @classmethod
@@ -96,17 +96,14 @@ class QuantizedEmbedding(CheckedScales):
         return tuple(name for name in self._parameters if name not in self.row_parameters)
 
     def forward(self, input: Tensor) -> Tensor:
-        if not torch.compiler.is_compiling():
-            self.check_at_first_use()
+        scales = self.checked_scales()
         # The weight through nn.Embedding, in whose place a sharded table puts its own lookup.
         rows = super().forward(input)
         stored = {"weight": rows}
-        for name in self._parameters:
-            if name != "weight":
-                scale = getattr(self, name)
-                if name in self.row_parameters:
-                    scale = F.embedding(input.to(scale.device), scale)
-                stored[name] = scale.to(rows.device)  # it moves with the model; an offloaded table does not
+        for name, scale in scales.items():
+            if name in self.row_parameters:
+                scale = F.embedding(input.to(scale.device), scale)
+            stored[name] = scale.to(rows.device)  # it moves with the model; an offloaded table does not
         return self.decode(stored, self.activation_dtype)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
@@ -130,7 +127,8 @@ class QuantizedEmbedding(CheckedScales):
     ) -> None:
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing, extra, errors)
         try:
-            _check_embedding(f"{prefix}weight", self)
+            for name, scale in scales_of(self, f"{prefix}weight").items():
+                check_scale(f"the {name} of {prefix}weight", scale)
         except ValueError as error:
             errors.append(str(error))
 
@@ -139,52 +137,42 @@ class QuantizedEmbedding(CheckedScales):
 
 
 class FP8Embedding(QuantizedEmbedding):
-    """e4m3 with one scale, in the activation type."""
+    """e4m3 with one float32 scale."""
 
     format = "fp8"
-    row_parameters = ("weight",)
+    row_parameters, scale_names = ("weight",), ("weight_scale",)
 
     @classmethod
-    def spec(cls, rows: int, width: int, dtype: torch.dtype) -> Spec:
-        return {"weight": (E4M3, (rows, width)), "weight_scale": (dtype, (1,))}
+    def spec(cls, rows: int, width: int) -> Spec:
+        return {"weight": (E4M3, (rows, width)), "weight_scale": (torch.float32, (1,))}
 
     @classmethod
-    def table_scale(cls, largest: float, dtype: torch.dtype) -> Tensor:
-        scale = torch.tensor([largest / E4M3_MAX if largest else 1.0], dtype=torch.float64)
-        rounded = scale.to(dtype)
-        # Rounded up, so that the largest value stays in range.
-        return torch.where(rounded.double() < scale, torch.nextafter(rounded, rounded.new_tensor(torch.inf)), rounded)
+    def table_scale(cls, largest: float) -> Tensor:
+        # The eight bits of a bfloat16, so that a cast keeps it; cut, so that no row decodes beyond the largest value.
+        return _spread(largest, E4M3_MAX).view(torch.int32).bitwise_and(-(2**16)).view(torch.float32)
 
     @classmethod
     def encode(cls, rows: Tensor, table_scale: Tensor | None) -> dict[str, Tensor]:
         assert table_scale is not None
-        return {"weight": _to_e4m3(rows.float() / table_scale.float())}
+        return {"weight": _to_e4m3(rows.float() / table_scale)}
 
     @classmethod
     def decode(cls, stored: dict[str, Tensor], dtype: torch.dtype) -> Tensor:
-        scale = stored["weight_scale"]
-        return stored["weight"].to(scale.dtype) * scale
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        super()._apply(fn, recurse)
-        scale = self.weight_scale
-        if scale.dtype != self.activation_dtype:
-            self.weight_scale = nn.Parameter(scale.to(self.activation_dtype), requires_grad=False)
-        return self
+        return (stored["weight"].to(torch.float32) * stored["weight_scale"]).to(dtype)
 
 
 class RowScaledFP8Embedding(QuantizedEmbedding):
     """e4m3 with a float32 scale for every row."""
 
     format = "fp8_row"
-    row_parameters = ("weight", "weight_scale")
+    row_parameters, scale_names = ("weight", "weight_scale"), ("weight_scale",)
 
     @classmethod
-    def spec(cls, rows: int, width: int, dtype: torch.dtype) -> Spec:
+    def spec(cls, rows: int, width: int) -> Spec:
         return {"weight": (E4M3, (rows, width)), "weight_scale": (torch.float32, (rows, 1))}
 
     @classmethod
-    def table_scale(cls, largest: float, dtype: torch.dtype) -> None:
+    def table_scale(cls, largest: float) -> None:
         return None
 
     @classmethod
@@ -205,10 +193,10 @@ class NVFP4Embedding(QuantizedEmbedding):
     """e2m1 with an e4m3 scale for every 16 values and a float32 scale for the table."""
 
     format = "nvfp4"
-    row_parameters = ("weight", "weight_scale")
+    row_parameters, scale_names = ("weight", "weight_scale"), ("weight_scale", "weight_scale_2")
 
     @classmethod
-    def spec(cls, rows: int, width: int, dtype: torch.dtype) -> Spec:
+    def spec(cls, rows: int, width: int) -> Spec:
         if width % NVFP4_GROUP:
             raise ValueError(f"nvfp4: rows of {width} values are not whole groups of {NVFP4_GROUP}; use fp8")
         return {
@@ -218,9 +206,8 @@ class NVFP4Embedding(QuantizedEmbedding):
         }
 
     @classmethod
-    def table_scale(cls, largest: float, dtype: torch.dtype) -> Tensor:
-        scale = max(largest / (E2M1_MAX * E4M3_MAX), torch.finfo(torch.float32).tiny) if largest else 1.0
-        return torch.tensor([scale], dtype=torch.float32)
+    def table_scale(cls, largest: float) -> Tensor:
+        return _spread(largest, E2M1_MAX * E4M3_MAX)
 
     @classmethod
     def encode(cls, rows: Tensor, table_scale: Tensor | None) -> dict[str, Tensor]:
@@ -272,65 +259,11 @@ def _to_e2m1(values: Tensor) -> Tensor:
     return code | (values.signbit().to(torch.uint8) << 3)
 
 
+def _spread(largest: float, codes: float) -> Tensor:
+    """The float32 scale [1] that spreads codes up to `codes` over values up to `largest`; 1 for a table of zeros."""
+    scale = max(largest / codes, torch.finfo(torch.float32).tiny) if largest else 1.0
+    return torch.tensor([scale], dtype=torch.float32)
+
+
 def _to_e4m3(values: Tensor) -> Tensor:
     return values.clamp(-E4M3_MAX, E4M3_MAX).to(E4M3)
-
-
-def check_scales(model: nn.Module) -> None:
-    """Raise ValueError for a table whose scale is absent, zero, negative, not finite, or was never loaded."""
-    for table in find_tables(model):
-        _check_embedding(table.name, table.embedding)
-
-
-def _check_embedding(name: str, embedding: nn.Module) -> None:
-    parameters = embedding._parameters
-    weight = parameters["weight"]
-    if weight is None or weight.is_meta:
-        return
-    scales = {key: p for key, p in parameters.items() if key != "weight" and p is not None and not p.is_meta}
-    if weight.dtype.is_floating_point and weight.dtype.itemsize == 1 and "weight_scale" not in parameters:
-        raise ValueError(f"{name} is {weight.dtype} and has no weight_scale; its rows would be off by a factor")
-    for key, scale in scales.items():
-        check_scale(f"the {key} of {name}", scale)
-
-
-def check_scale(what: str, scale: Tensor) -> None:
-    """Raise ValueError for a scale that is zero, negative or not finite."""
-    if scale.numel():
-        scale = torch.atleast_1d(scale.detach())
-        check_scale_blocks(what, scale.split(max(1, _CHECK_BLOCK // scale[0].numel())))
-
-
-def check_scale_blocks(what: str, blocks: Iterable[Tensor]) -> None:
-    """`check_scale` of some rows after the other."""
-    start, largest = 0, 0.0
-    for block in blocks:
-        low, high = _extremes(block)
-        # A group of zeros may have a scale of zero (checkpoints do that); nothing else may.
-        grouped = block.dtype == E4M3
-        if not (low >= 0 if grouped else low > 0) or not high < torch.inf:
-            values = block.reshape(block.shape[0], -1).float()
-            right = (values >= 0 if grouped else values > 0) & (values < torch.inf)
-            raise ValueError(_wrong_scale(what, low, high, start + int(right.all(1).int().argmin())))
-        largest = max(largest, high)
-        start += block.shape[0]
-    if start and not largest:
-        raise ValueError(_wrong_scale(what, 0.0, 0.0, 0))
-
-
-def _extremes(scale: Tensor) -> tuple[float, float]:
-    """Smallest and largest value; NaN if there is one."""
-    if scale.dtype == E4M3:
-        # Bytes are in the same order from 0 to 448, and a CPU compares them far faster than it converts them.
-        low, high = scale.view(torch.int8).aminmax()
-        if low >= 0 and high < 127:
-            return float(low.view(E4M3)), float(high.view(E4M3))
-    low, high = scale.float().aminmax()
-    return float(low), float(high)
-
-
-def _wrong_scale(what: str, low: float, high: float, row: int) -> str:
-    return (
-        f"{what} has values from {low} to {high}, a wrong one in row {row}; a scale is finite and above zero. NaN "
-        "means that it was never loaded: load the checkpoint that has it, or quantise again"
-    )

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ple_compile.tables.find import Table, find_tables
-from ple_compile.tables.formats import QuantizedEmbedding, check_scale_blocks, check_scales, format_class
+from ple_compile.tables.formats import QuantizedEmbedding, format_class
 from ple_compile.tables.mapped import MappedEmbedding
 from ple_compile.tables.mapped_rows import MappedRows
 from ple_compile.tables.offload import is_offloaded, offload_tables
@@ -24,6 +24,7 @@ from ple_compile.tables.parts import Checkpoint, StoredTable
 from ple_compile.tables.progress import Progress
 from ple_compile.tables.quantize import quantize_rows
 from ple_compile.tables.replace import put_back_on_failure, replace_embedding
+from ple_compile.tables.scales import check_scale_blocks, check_scales
 from ple_compile.tables.tensor_file import StoredTensor, read_rows
 
 if TYPE_CHECKING:
@@ -147,7 +148,7 @@ def _activation_dtype(embedding: nn.Module) -> torch.dtype:
 
 def _fits(embedding: nn.Embedding, cls: type[QuantizedEmbedding]) -> bool:
     """Whether the embedding has the parameters of a format; transformers' FP8Embedding has those of `fp8`."""
-    spec = cls.spec(embedding.num_embeddings, embedding.embedding_dim, torch.float32)
+    spec = cls.spec(embedding.num_embeddings, embedding.embedding_dim)
     parameters = {key: p for key, p in embedding._parameters.items() if p is not None}
     weight = parameters["weight"]
     return parameters.keys() == spec.keys() and weight.dtype == spec["weight"][0]

@@ -31,7 +31,7 @@ class MappedEmbedding(CheckedScales):
         self.weight = nn.Parameter(torch.empty(0, embedding_dim, dtype=dtype), requires_grad=False)
         self.rows, self.quantized = rows, quantized
         self._number_lookups()
-        self._singles = tuple(singles)
+        self.scale_names = tuple(singles)
         for name, tensor in singles.items():
             self._put_single(name, tensor)
 
@@ -43,13 +43,13 @@ class MappedEmbedding(CheckedScales):
         self._number_lookups()  # another process numbers its tables anew
 
     def _put_single(self, name: str, tensor: Tensor) -> None:
-        """As a table in memory has it: of the activation type, or float32 in any model."""
+        """In the type and shape that a table in memory has."""
         assert self.quantized is not None
-        dtype, shape = self.quantized.spec(self.num_embeddings, self.embedding_dim, self.weight.dtype)[name]
+        dtype, shape = self.quantized.spec(self.num_embeddings, self.embedding_dim)[name]
         setattr(self, name, nn.Parameter(tensor.to(dtype).reshape(shape), requires_grad=False))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        before = {name: getattr(self, name).detach() for name in self._singles}
+        before = {name: getattr(self, name).detach() for name in self.scale_names}
         super()._apply(fn, recurse)
         for name, tensor in before.items():
             if getattr(self, name).dtype != tensor.dtype:
@@ -57,15 +57,14 @@ class MappedEmbedding(CheckedScales):
         return self
 
     def forward(self, input: Tensor) -> Tensor:
-        if not torch.compiler.is_compiling():
-            self.check_at_first_use()
+        scales = self.checked_scales()
         stored = {
             name: torch.ops.ple.mapped_lookup(number, input, width, dtype)
             for name, number, width, dtype in self._lookups
         }
         if self.quantized is None:
             return stored["weight"].to(self.weight.dtype)
-        stored |= {name: getattr(self, name).to(input.device) for name in self._singles}
+        stored |= {name: scale.to(input.device) for name, scale in scales.items()}
         return self.quantized.decode(stored, self.weight.dtype)
 
     def extra_repr(self) -> str:

@@ -133,7 +133,7 @@ class Checkpoint:
     def _check_shapes(self, table: StoredTable, shape: tuple[int, int]) -> None:
         num_rows, width = shape
         cls = table.quantized
-        spec = {"weight": (table.dtype, shape)} if cls is None else cls.spec(num_rows, width, torch.float32)
+        spec = {"weight": (table.dtype, shape)} if cls is None else cls.spec(num_rows, width)
         for parameter, parts in table.rows.items():
             dtype, expected = spec[parameter]
             for part in parts:

@@ -3,6 +3,8 @@
 A file is eight bytes with the length of a JSON header, the header, and the tensors' bytes. Nothing is unpickled.
 """
 
+import contextlib
+import fcntl
 import json
 import math
 import mmap
@@ -160,8 +162,11 @@ class TensorWriter:
         self.file, part = file, part_of(file)
         header, self._offsets, total = _layout(shapes)
         self._row_bytes = {name: math.prod(shape[1:]) * dtype.itemsize for name, (dtype, shape) in shapes.items()}
-        self._descriptor = os.open(part, os.O_RDWR if resume else os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
+        self._descriptor = os.open(part, os.O_RDWR if resume else os.O_RDWR | os.O_CREAT, 0o644)
         try:
+            _lock(self._descriptor, part)
+            if not resume:
+                os.ftruncate(self._descriptor, 0)
             if resume and os.pread(self._descriptor, len(header), 0) != header:
                 raise ValueError(f"{part} holds other tensors than those that were to be continued; delete it")
             os.pwrite(self._descriptor, header, 0)
@@ -191,6 +196,16 @@ class TensorWriter:
                 os.replace(part_of(self.file), self.file)
         finally:
             os.close(self._descriptor)
+
+
+def _lock(descriptor: int, file: Path) -> None:
+    """For as long as the descriptor is open; on a file system without locks, nothing."""
+    try:
+        with contextlib.suppress(BlockingIOError):
+            return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return
+    raise ValueError(f"{file} is being written by another process; wait for it, or choose another path")
 
 
 def _layout(shapes: Shapes) -> tuple[bytes, dict[str, int], int]:

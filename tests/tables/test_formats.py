@@ -7,8 +7,9 @@ import torch
 from torch import nn
 from torch.testing._internal.common_quantized import _f32_to_floatx_unpacked, _floatx_unpacked_to_f32
 
-from ple_compile.tables import formats
-from ple_compile.tables.formats import FORMATS, FP8Embedding, NVFP4Embedding, RowScaledFP8Embedding, check_scales
+from ple_compile.tables import formats, scales
+from ple_compile.tables.formats import FORMATS, FP8Embedding, NVFP4Embedding, RowScaledFP8Embedding
+from ple_compile.tables.scales import check_scales
 from tests.tables.test_offload import Model
 
 CLASSES = list(FORMATS.values())
@@ -18,7 +19,7 @@ def quantized(cls, rows=64, width=32, dtype=torch.bfloat16, seed=0):
     """(module, the rows that it was made of)."""
     values = (torch.randn(rows, width, generator=torch.Generator().manual_seed(seed)) * 0.02).to(dtype)
     module = cls(rows, width, dtype=dtype)
-    table_scale = cls.table_scale(values.abs().max().item(), dtype)
+    table_scale = cls.table_scale(values.abs().max().item())
     stored = cls.encode(values, table_scale)
     if table_scale is not None:
         stored[module.table_parameters[0]] = table_scale
@@ -54,23 +55,44 @@ def test_error_of_a_normal_table(cls, worst, dtype):
     assert rows.dtype == dtype and (rows - values).float().norm() < worst * values.float().norm()
 
 
-def test_fp8_computes_what_transformers_does():
+def in_transformers(module, dtype):
+    """Transformers' module with the same table; it casts the scale to the type of its model."""
     fp8 = pytest.importorskip("transformers.integrations.finegrained_fp8")
-    for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        module, _ = quantized(FP8Embedding, dtype=dtype)
-        theirs = fp8.FP8Embedding(64, 32)
-        theirs.weight_scale.data = theirs.weight_scale.data.to(dtype)
-        theirs.load_state_dict(module.state_dict(), strict=True)
-        ids = torch.randint(0, 64, (2, 3))
-        assert theirs(ids).dtype == dtype and torch.equal(theirs(ids), module(ids))
+    theirs = fp8.FP8Embedding(64, 32)
+    theirs.weight_scale.data = theirs.weight_scale.data.to(dtype)
+    theirs.load_state_dict(module.state_dict(), strict=True)
+    return theirs
 
 
-@pytest.mark.parametrize("cls", [RowScaledFP8Embedding, NVFP4Embedding])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_fp8_computes_what_transformers_does(dtype):
+    module, _ = quantized(FP8Embedding, dtype=dtype)
+    theirs, ids = in_transformers(module, dtype), torch.randint(0, 64, (2, 3))
+    assert module.weight_scale.dtype == torch.float32
+    assert theirs(ids).dtype == dtype and torch.equal(theirs(ids), module(ids))
+
+
+def test_a_float32_scale_promotes_in_transformers_and_is_rounded_once_in_ours():
+    module, _ = quantized(FP8Embedding, dtype=torch.bfloat16)
+    module.load_state_dict({**module.state_dict(), "weight_scale": torch.tensor([0.00123456])})
+    ids = torch.arange(64)
+    assert module(ids).dtype == torch.bfloat16
+    assert torch.equal(module(ids), in_transformers(module, torch.float32)(ids).bfloat16())
+
+
+@pytest.mark.parametrize("cls", CLASSES)
 def test_rounds_once(cls):
     module, _ = quantized(cls)
+    name = scale_name(module)
+    module.load_state_dict({**module.state_dict(), name: module.get_parameter(name) * 1.00123})
     exact = copy.deepcopy(module).float()
     ids = torch.arange(64)
     assert exact(ids).dtype == torch.float32 and torch.equal(module(ids), exact(ids).bfloat16())
+
+
+def scale_name(module):
+    """The float32 scale."""
+    return "weight_scale_2" if isinstance(module, NVFP4Embedding) else "weight_scale"
 
 
 @pytest.mark.parametrize("cls", CLASSES)
@@ -79,9 +101,8 @@ def test_casting_the_module_keeps_the_bytes(cls):
     before = {name: p.clone() for name, p in module.named_parameters()}
     module.to(torch.float16)
     for name, parameter in module.named_parameters():
-        if not (cls is FP8Embedding and name == "weight_scale"):
-            assert parameter.dtype == before[name].dtype
-            assert torch.equal(parameter.view(torch.uint8), before[name].view(torch.uint8))
+        assert parameter.dtype == before[name].dtype
+        assert torch.equal(parameter.view(torch.uint8), before[name].view(torch.uint8))
     assert module(torch.arange(3)).dtype == torch.float16
     module._apply(torch.clone).to("meta")
     assert module.weight.is_meta and module.weight.dtype == before["weight"].dtype
@@ -93,7 +114,7 @@ def test_extreme_rows(cls):
     values = torch.zeros(5, 32)
     values[1, 3], values[2], values[3, 5] = 3e38, 1e-38, -1e-45
     values[4] = torch.randn(32, generator=torch.Generator().manual_seed(0))
-    table_scale = cls.table_scale(values.abs().max().item(), torch.float32)
+    table_scale = cls.table_scale(values.abs().max().item())
     stored = cls.encode(values, table_scale)
     if table_scale is not None:
         stored["weight_scale" if cls is FP8Embedding else "weight_scale_2"] = table_scale
@@ -107,7 +128,7 @@ def test_extreme_rows(cls):
 @pytest.mark.parametrize("bad", [0.0, torch.nan, torch.inf, -1.0])
 def test_a_bad_scale_is_refused_at_first_use_and_when_loaded(cls, bad):
     module, _ = quantized(cls)
-    name = "weight_scale_2" if cls is NVFP4Embedding else "weight_scale"
+    name = scale_name(module)
     state = {key: value.clone() for key, value in module.state_dict().items()}
     module(torch.tensor([1]))
     with torch.no_grad():
@@ -134,21 +155,20 @@ def test_a_scale_that_was_never_loaded_is_refused(cls):
 
 def test_a_group_scale_of_zero_is_legal_and_one_of_nan_is_not():
     module, _ = quantized(NVFP4Embedding)
-    module.weight_scale.data[0, 0] = 0.0
-    check = formats._check_embedding
-    check("t", module)
-    module.weight_scale.data[5, 1] = torch.nan
-    with pytest.raises(ValueError, match="nan"):
-        check("t", module)
-    module.weight_scale.data.zero_()
+    scale = module.weight_scale.detach()
+    scale[0, 0] = 0.0
+    scales.check_scale("t", scale)
+    scale[5, 1] = torch.nan
+    with pytest.raises(ValueError, match="nan.* a wrong one in row 5"):
+        scales.check_scale("t", scale)
     with pytest.raises(ValueError, match="from 0.0 to 0.0"):
-        check("t", module)
+        scales.check_scale("t", scale.zero_())
 
 
 def test_extremes_of_float8():
     for byte in range(256):
         scale = torch.tensor([byte, 8], dtype=torch.uint8).view(torch.float8_e4m3fn)
-        found, expected = formats._extremes(scale), scale.float().aminmax()
+        found, expected = scales._extremes(scale), scale.float().aminmax()
         assert torch.equal(torch.tensor(found).nan_to_num(-1), torch.stack(list(expected)).nan_to_num(-1))
 
 
@@ -160,7 +180,7 @@ def test_each_row_spans_the_range_of_float8():
 
 def test_a_table_without_rows_has_no_scales_to_check():
     module = RowScaledFP8Embedding(0, 8, dtype=torch.bfloat16)
-    formats._check_embedding("t", module)
+    assert module(torch.empty(0, dtype=torch.int64)).shape == (0, 8)
 
 
 def test_an_fp8_table_without_any_scale_is_refused():
@@ -177,6 +197,63 @@ def test_transformers_module_is_checked_too():
     model.table.weight_scale.data.zero_()
     with pytest.raises(ValueError, match="weight_scale of block.ngrams.rows.weight"):
         check_scales(model)
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+@pytest.mark.parametrize("absent", ["none", "deleted", "meta"])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_scale_that_is_absent_is_refused(cls, absent, compiled):
+    module, _ = quantized(cls)
+    for name in cls.scale_names:
+        broken = copy.deepcopy(module)
+        if absent == "deleted":
+            delattr(broken, name)
+        else:
+            scale = None if absent == "none" else nn.Parameter(broken.get_parameter(name).to("meta"), False)
+            setattr(broken, name, scale)
+        call = torch.compile(broken, backend="aot_eager") if compiled else broken
+        with pytest.raises(
+            ValueError, match=f"has no {name}|the {name} of the table is on the meta device: it was never"
+        ):
+            call(torch.arange(3))
+    torch._dynamo.reset()  # a frame that raised is not compiled again
+
+
+def test_other_parameters_of_a_users_table_are_no_scales():
+    class Shifted(nn.Embedding):
+        def __init__(self, rows, width):
+            super().__init__(rows, width)
+            self.shift = nn.Parameter(torch.zeros(width))
+
+    check_scales(Model(embedding=Shifted))
+
+
+def test_a_scale_is_looked_at_once_until_it_changes(monkeypatch):
+    seen, check = [], scales.check_scale
+    monkeypatch.setattr(scales, "check_scale", lambda what, scale: seen.append(what) or check(what, scale))
+    module, _ = quantized(RowScaledFP8Embedding)
+    ids = torch.arange(3)
+    for change in (
+        lambda: None,
+        lambda: module.weight_scale.mul_(2),
+        lambda: module.load_state_dict(module.state_dict()),
+    ):
+        with torch.no_grad():
+            change()
+        seen.clear()
+        module(ids)
+        module(ids)
+        assert len(seen) == 1
+    module.weight_scale.data = module.weight_scale.detach().clone()
+    module(ids)
+    assert len(seen) == 2
+    check_scales(module)
+    with torch.no_grad():
+        module.weight_scale[7] = 0
+    with pytest.raises(ValueError, match="a wrong one in row 7"):
+        module(ids)
+    with pytest.raises(ValueError, match="a wrong one in row 7"):
+        module(ids)
 
 
 def test_names():

@@ -7,15 +7,20 @@ import resource
 import pytest
 import torch
 
+import ple_compile
+from ple_compile import upstream
 from ple_compile.tables import mapped_rows
 from ple_compile.tables.formats import FORMATS, FP8Embedding, NVFP4Embedding, RowScaledFP8Embedding
 from ple_compile.tables.load import load_tables
 from ple_compile.tables.mapped import MappedEmbedding
 from ple_compile.tables.mapped_rows import MappedRows
 from ple_compile.tables.offload import is_offloaded, offload_tables
+from ple_compile.tables.quantize import quantize_tables
+from ple_compile.tables.save import save_tables
 from ple_compile.tables.tensor_file import read_header
 from tests.checkpoints import table_rows, write_checkpoint
 from tests.tables.test_load import BASE, ROWS, WIDTH, Model, rewrite, write_quantized
+from tests.tiny_models import prompt, tiny_model
 
 
 @pytest.fixture
@@ -64,7 +69,7 @@ def test_quantised_files(tmp_path, name, num_parts):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("shape", [(), (1,)], ids=str)
-def test_a_float32_scale_is_rounded_as_for_a_table_in_memory(tmp_path, shape, dtype):
+def test_a_float32_scale_gives_the_rows_of_a_table_in_memory(tmp_path, shape, dtype):
     write_quantized(tmp_path, FP8Embedding)
     rewrite(tmp_path / "model.safetensors", **{f"{BASE}.weight_scale": torch.full(shape, 0.00123456)})
     in_memory, mapped = Model(dtype=dtype), Model(dtype=dtype)
@@ -91,14 +96,13 @@ def test_casts(tmp_path, name, dtype):
     assert rows.dtype == expected.dtype == dtype and torch.equal(rows, expected)
 
 
-def test_a_scale_that_a_cast_rounds_to_zero(tmp_path):
-    write_quantized(tmp_path, FP8Embedding)
+def test_a_cast_leaves_a_scale_that_float16_does_not_hold(tmp_path):
+    module = write_quantized(tmp_path, FP8Embedding)
     rewrite(tmp_path / "model.safetensors", **{f"{BASE}.weight_scale": torch.tensor([1e-9])})
     model = Model()
     load_tables(model, tmp_path, format="mmap")
-    model.table(torch.tensor([3]))
-    with pytest.raises(ValueError, match="the weight_scale of the table has values from 0.0"):
-        model.half().table(torch.tensor([3]))
+    expected = (module.weight.float() * 1e-9).half()
+    assert expected.any() and torch.equal(model.half().table(torch.arange(ROWS)), expected)
 
 
 def test_a_scale_that_is_no_number(tmp_path):
@@ -177,6 +181,23 @@ def test_compiled(mapped, dynamic):
         ids = draw(count, 4)
         with torch.no_grad():
             assert torch.equal(compiled(ids), mapped.table(ids))
+
+
+@pytest.mark.parametrize("format", [None, *FORMATS])
+def test_in_a_compiled_model(no_codegen, tmp_path, format):
+    kinds = ["linear_attention", "full_attention"]
+    model = tiny_model((1,), 2, layer_types=kinds, ple_embed_dim=64).requires_grad_(False)
+    if format is not None:
+        quantize_tables(model, format)
+    save_tables(model, tmp_path, num_parts=3)
+    ids = prompt(9)
+    with torch.no_grad():
+        expected = model(ids).logits
+        load_tables(model, tmp_path, format="mmap")
+        assert torch.equal(model(ids).logits, expected)
+        ple_compile.compile(model, strict=True)
+        torch.testing.assert_close(model(ids).logits, expected, rtol=1e-4, atol=1e-5)
+    assert upstream.counters["ple_compile"]["fuse_ngram_ids"] == 1
 
 
 def test_operator_contract(mapped):

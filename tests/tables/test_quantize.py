@@ -8,7 +8,7 @@ import sys
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from ple_compile.tables import quantize as quantize_module
@@ -17,7 +17,7 @@ from ple_compile.tables.formats import FORMATS
 from ple_compile.tables.load import load_tables
 from ple_compile.tables.offload import is_offloaded, offload_tables
 from ple_compile.tables.quantize import quantize_tables
-from ple_compile.tables.tensor_file import part_of
+from ple_compile.tables.tensor_file import TensorWriter, part_of
 from tests.checkpoints import write_checkpoint
 from tests.tables.test_load import BASE, Model
 
@@ -101,6 +101,51 @@ def test_rows_that_are_not_finite_are_named(tmp_path, format, bad, to_file):
     with pytest.raises(ValueError, match=rf"row 123, 130 of {BASE}.weight has NaN or infinite values"):
         quantize_tables(model, format, path=tmp_path / "q.safetensors" if to_file else None)
     assert model.table.weight is weight and type(model.table) is nn.Embedding and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("to_file", [False, True])
+def test_rows_beyond_float32_are_named(tmp_path, format, to_file):
+    model = random_model(dtype=torch.float64)
+    model.table.weight.data[[123, 130], [3, 4]] = torch.tensor([1e39, -1e300], dtype=torch.float64)
+    weight = model.table.weight
+    with pytest.raises(
+        ValueError, match=rf"row 123, 130 of {BASE}.weight has values beyond 3.403e\+38, .*float32; mend"
+    ):
+        quantize_tables(model, format, path=tmp_path / "q.safetensors" if to_file else None)
+    assert model.table.weight is weight and type(model.table) is nn.Embedding and not list(tmp_path.iterdir())
+
+
+def test_rows_beyond_the_type_of_the_model_are_named(tmp_path):
+    rows = torch.zeros(ROWS, WIDTH)
+    rows[7, 3] = 7e4
+    save_file({f"{BASE}.weight": rows}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"row 7 of .* has values beyond 6.55e\+04, the largest of torch.float16"):
+        load_tables(Model(ROWS, WIDTH, dtype=torch.float16), tmp_path, format="fp8")
+    model = Model(ROWS, WIDTH, dtype=torch.bfloat16)
+    load_tables(model, tmp_path, format="fp8")
+    assert abs(model.table(torch.tensor([7]))[0, 3] / 7e4 - 1) < 0.01
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_the_largest_values_of_a_type_stay_finite(format, dtype):
+    model = random_model(dtype=dtype)
+    most = torch.finfo(torch.float32 if dtype == torch.float64 else dtype).max
+    model.table.weight.data[[5, 6], [3, 4]] = torch.tensor([most, -most], dtype=dtype)
+    quantize_tables(model, format)
+    rows = model.table(torch.arange(ROWS))
+    assert rows.isfinite().all()
+    torch.testing.assert_close(
+        rows[[5, 6], [3, 4]].double() / most, torch.tensor([1.0, -1.0]).double(), rtol=0.01, atol=0
+    )
+
+
+def test_the_error_of_values_that_float32_does_not_hold():
+    model = random_model(dtype=torch.float64)
+    model.table.weight.data[9] = 1e-100
+    (error,) = quantize_tables(model, "fp8_row")
+    assert error.worst_row == 1 and error.worst_row_index == 9
 
 
 def test_tied_tables_stay_one():
@@ -235,12 +280,66 @@ def test_another_table_does_not_go_on(tmp_path, monkeypatch):
     monkeypatch.undo()
     for model, format in ((random_model(seed=1), "fp8"), (random_model(), "nvfp4")):
         with pytest.raises(
-            ValueError, match=r"was begun with other tables or another format; delete it and q.*progress"
+            ValueError, match=r"was begun with other tables, another format .*; delete it and q.*progress"
         ):
             quantize_tables(model, format, path=path)
     part_of(path).write_bytes(b"something else, long enough to be mistaken")
     with pytest.raises(ValueError, match="holds other tensors"):
         quantize_tables(random_model(), "fp8", path=path)
+
+
+@pytest.mark.parametrize("row", [1, 130, ROWS - 2])
+def test_a_table_that_was_changed_in_one_value_does_not_go_on(tmp_path, monkeypatch, row):
+    path, cls = tmp_path / "q.safetensors", FORMATS["fp8_row"]
+    monkeypatch.setattr(quantize_module, "_BLOCKS_PER_NOTE", 1)
+    encode, blocks = cls.encode, []
+
+    def stopping(rows, scale):
+        blocks.append(rows)
+        if len(blocks) == 3:
+            raise Stop
+        return encode(rows, scale)
+
+    with monkeypatch.context() as patch, pytest.raises(Stop):
+        patch.setattr(cls, "encode", stopping)
+        quantize_tables(random_model(), "fp8_row", path=path)
+    model = random_model()
+    model.table.weight.data[row, 5] += 1e-3
+    with pytest.raises(ValueError, match="was begun with other tables"):
+        quantize_tables(model, "fp8_row", path=path)
+    assert quantize_tables(random_model(), "fp8_row", path=path)
+
+
+def test_another_encoder_does_not_go_on(tmp_path, monkeypatch):
+    path = tmp_path / "q.safetensors"
+    with monkeypatch.context() as patch, pytest.raises(Stop):
+        patch.setattr(FORMATS["fp8"], "encode", lambda *_: (_ for _ in ()).throw(Stop))
+        quantize_tables(random_model(), "fp8", path=path)
+    monkeypatch.setattr(quantize_module, "_encoder", lambda: "of another version")
+    with pytest.raises(ValueError, match="or another version of ple_compile; delete it"):
+        quantize_tables(random_model(), "fp8", path=path)
+
+
+def test_the_note_of_a_file_that_was_deleted_says_nothing_about_the_next(tmp_path, monkeypatch):
+    """Killed, the unfinished file deleted, and killed again before the first note."""
+    path, note = tmp_path / "q.safetensors", tmp_path / "q.safetensors.progress"
+    with monkeypatch.context() as patch, pytest.raises(Stop):
+        patch.setattr(FORMATS["fp8"], "encode", lambda *_: (_ for _ in ()).throw(Stop))
+        quantize_tables(random_model(), "fp8", path=path)
+    part_of(path).unlink()
+    with monkeypatch.context() as patch, pytest.raises(Stop):
+        patch.setattr(quantize_module._Note, "save", lambda note: (_ for _ in ()).throw(Stop))
+        quantize_tables(random_model(), "fp8", path=path)
+    assert part_of(path).exists() and not note.exists()
+
+
+def test_a_file_that_another_process_writes_is_left_alone(tmp_path):
+    path = tmp_path / "q.safetensors"
+    with TensorWriter(path, {"a": (torch.uint8, (3, 2))}) as writer:
+        writer.write_rows("a", 0, torch.full((3, 2), 7, dtype=torch.uint8))
+        with pytest.raises(ValueError, match="q.safetensors.part is being written by another process; wait for it"):
+            quantize_tables(random_model(), "fp8", path=path)
+    assert load_file(path)["a"].tolist() == [[7, 7]] * 3
 
 
 def test_a_file_that_is_there_is_not_overwritten(tmp_path):
