@@ -4,7 +4,6 @@ Rows are read into the memory that the lookups use, each once, without any copy 
 or this rank's rows, and one part. Only the tables are loaded; the rest of the model is the model's own affair.
 """
 
-import contextlib
 import logging
 import os
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from ple_compile.sharding.agreement import succeeding_together
 from ple_compile.tables.find import Table, find_tables
 from ple_compile.tables.formats import QuantizedEmbedding, format_class
 from ple_compile.tables.mapped import MappedEmbedding
@@ -24,16 +24,18 @@ from ple_compile.tables.parts import Checkpoint, StoredTable
 from ple_compile.tables.progress import Progress
 from ple_compile.tables.quantize import quantize_rows
 from ple_compile.tables.replace import put_back_on_failure, replace_embedding
-from ple_compile.tables.scales import check_scale_blocks, check_scales
+from ple_compile.tables.scales import check_scale, check_scale_blocks
 from ple_compile.tables.tensor_file import StoredTensor, read_rows
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
 log = logging.getLogger(__name__)
 
 _READERS = 8
 _BLOCK_BYTES = 2**24
+_AXIS = "tp"  # of a mesh, over which tables are sharded
 
 
 def load_tables(
@@ -51,10 +53,38 @@ def load_tables(
     (`torch.distributed.barrier`) before the first lookup.
 
     Raises ValueError, naming file and tensor, for parts that are missing, there twice, overlapping, cut off or of
-    another shape, and for a scale that is absent or not a positive number. The model then has the tables that it had;
-    only memory that was there before may be filled in part, and with `mesh` tables may be sharded by then.
+    another shape, and for a scale that is absent or not a positive number; with `mesh` every rank raises when one does.
+    The model then has the tables that it had, with their values: nothing is written before all of this is checked. Only
+    a file that cannot be read to its end leaves memory that was there before filled in part.
     """
-    checkpoint = Checkpoint(Path(checkpoint_dir))
+    group = _ranks(mesh)
+    with succeeding_together(group, "load_tables"):
+        tied, stored = _find(model, Path(checkpoint_dir), format, mesh is not None)
+    with put_back_on_failure(model), succeeding_together(group, "load_tables"):
+        for tables, found in zip(tied, stored):
+            _prepare(model, tables, found, format, mesh is not None)
+        if mesh is not None:
+            _shard(model, mesh)
+        current = {table.name: table for table in find_tables(model)}
+        for tables, found in zip(tied, stored):
+            if _converts(found, format):
+                _quantize_from(model, tables, found, format_class(str(format)))
+            elif format != "mmap":
+                _fill_table(model, current[tables[0].name], found)
+    return list(current)
+
+
+def _ranks(mesh: "DeviceMesh | None") -> "ProcessGroup | None":
+    """Those that the tables are sharded over."""
+    named = mesh is not None and _AXIS in (mesh.mesh_dim_names or ())
+    return mesh.get_group(_AXIS) if mesh is not None and named else None
+
+
+def _find(
+    model: nn.Module, directory: Path, format: str | None, meshed: bool
+) -> tuple[list[list[Table]], list[StoredTable]]:
+    """The model's tables, those with one weight together, and what the checkpoint has for each; all is checked."""
+    checkpoint = Checkpoint(directory)
     tables = find_tables(model)
     if not tables:
         raise ValueError(f"load_tables: {type(model).__name__} has no n-gram table; pass a model with PLE layers")
@@ -66,21 +96,10 @@ def load_tables(
     tied = list(groups.values())
     stored = [checkpoint.find(group[0].name, _shape(group[0])) for group in tied]
     for group, found in zip(tied, stored):
-        _check(group[0], found, format, mesh is not None)
-    # What `shard_tables` has made of a table is not undone.
-    with put_back_on_failure(model) if mesh is None else contextlib.nullcontext():
-        for group, found in zip(tied, stored):
-            _prepare(model, group, found, format, mesh is not None)
-        if mesh is not None:
-            _shard(model, mesh)
-        current = {table.name: table for table in find_tables(model)}
-        for group, found in zip(tied, stored):
-            if _converts(found, format):
-                _quantize_from(model, group, found, format_class(str(format)))
-            elif format != "mmap":
-                _fill_table(model, current[group[0].name], found)
-        check_scales(model)
-    return [table.name for table in tables]
+        _check(group[0], found, format, meshed)
+    for group, found in zip(tied, stored):
+        _check_scales(group[0], found)
+    return tied, stored
 
 
 def _shape(table: Table) -> tuple[int, int]:
@@ -108,14 +127,22 @@ def _check(table: Table, stored: StoredTable, format: str | None, meshed: bool) 
         raise ValueError(f"{table.name} is sharded and would change its format; load_tables before shard_tables")
 
 
+def _check_scales(table: Table, stored: StoredTable) -> None:
+    """Raise for a wrong scale, in the type that it gets, before anything is changed."""
+    for key, parts in stored.rows.items():
+        if key != "weight":
+            check_scale_blocks(f"the {key} of {table.name}", MappedRows(parts).blocks())
+    for key, tensor in stored.singles.items():
+        scale, target = _read_whole(tensor), table.embedding._parameters.get(key)
+        check_scale(f"the {key} of {table.name}", scale if target is None else scale.to(target.dtype))
+
+
 def _prepare(model: nn.Module, group: list[Table], stored: StoredTable, format: str | None, meshed: bool) -> None:
     """Bring a table's embeddings into the class of its format, with memory where it had some and is not sharded yet."""
     embedding, weight, cls = group[0].embedding, group[0].weight, stored.quantized
     activation = _activation_dtype(embedding)
     if format == "mmap":
         rows = {key: MappedRows(parts) for key, parts in stored.rows.items()}
-        for key in rows.keys() - {"weight"}:
-            check_scale_blocks(f"the {key} of {group[0].name}", rows[key].blocks())
         singles = {key: _read_whole(tensor) for key, tensor in stored.singles.items()}
         _replace(model, group, MappedEmbedding(rows, singles, cls, embedding.embedding_dim, activation))
     elif cls is None and isinstance(embedding, MappedEmbedding):
@@ -158,7 +185,7 @@ def _shard(model: nn.Module, mesh: "DeviceMesh") -> None:
     from ple_compile.sharding.shard import shard_tables
 
     if not all(hasattr(table.embedding, "layout") for table in find_tables(model)):
-        shard_tables(model, mesh)
+        shard_tables(model, mesh, _AXIS)
 
 
 def _fill_table(model: nn.Module, table: Table, stored: StoredTable) -> None:

@@ -130,6 +130,10 @@ class Checkpoint:
         if weight.dtype not in _PLAIN | {E4M3, torch.uint8}:
             raise ValueError(f"{weight} is {weight.dtype}, which is no format of a table")
 
+        for single in table.singles.values():
+            if single.dtype not in _PLAIN:
+                raise ValueError(f"{single} is {single.dtype}; {torch.float32} is needed")
+
     def _check_shapes(self, table: StoredTable, shape: tuple[int, int]) -> None:
         num_rows, width = shape
         cls = table.quantized

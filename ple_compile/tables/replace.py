@@ -1,6 +1,7 @@
 """Another embedding in the place of a table's own, wherever the model refers to it."""
 
 import contextlib
+import copy
 from collections.abc import Iterator
 from typing import Any
 
@@ -27,12 +28,25 @@ def replace_embedding(model: nn.Module, table: Table, new: nn.Embedding) -> None
 
 @contextlib.contextmanager
 def put_back_on_failure(model: nn.Module) -> Iterator[None]:
-    """The modules and parameters that a model had come back if the block raises; what was written into them stays."""
-    before = [(module, dict(module._modules), dict(module._parameters)) for module in model.modules()]
+    """A model's modules are again what they were if the block raises; what was written into their tensors stays.
+
+    That is the class of each and all that it holds: `shard_tables` and `offload_tables` change both.
+    """
+    before = [(module, type(module), dict(vars(module)), _registered(module)) for module in model.modules()]
     try:
         yield
     except BaseException:
-        for module, children, parameters in before:
-            module._modules.update(children)
-            module._parameters.update(parameters)
+        for module, kind, attributes, registered in before:
+            module.__class__ = kind
+            vars(module).clear()
+            vars(module).update(attributes)
+            for name, contents in registered.items():
+                attributes[name].clear()
+                attributes[name].update(contents)
         raise
+
+
+def _registered(module: nn.Module) -> dict[str, Any]:
+    """What is in the dictionaries that torch puts parameters, buffers and modules into."""
+    names = ("_parameters", "_buffers", "_non_persistent_buffers_set", "_modules")
+    return {name: copy.copy(vars(module)[name]) for name in names}

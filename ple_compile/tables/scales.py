@@ -23,13 +23,13 @@ def check_scales(model: nn.Module) -> None:
     """Look at all scales. Raises ValueError for one that is absent, zero, negative, not finite, or was never loaded."""
     for table in find_tables(model):
         for key, scale in scales_of(table.embedding, table.name).items():
-            check_scale(f"the {key} of {table.name}", scale)
-            _RIGHT[scale] = _state(scale)
+            _RIGHT.pop(scale, None)
+            check_once(f"the {key} of {table.name}", scale)
 
 
 def check_once(what: str, scale: Tensor) -> None:
     """`check_scale`, unless this scale was right before and has not changed."""
-    if isinstance(scale, upstream.FakeTensor):
+    if isinstance(scale, upstream.FakeTensor) or scale.is_meta:
         return
     state = _state(scale)
     if _RIGHT.get(scale) != state:
@@ -52,14 +52,13 @@ def scales_of(embedding: nn.Embedding, name: str) -> dict[str, Tensor]:
             raise ValueError(f"{name} is {weight.dtype} and has no {key}; its rows would be off by a factor")
         if scale.is_meta and not weight.is_meta:
             raise ValueError(f"the {key} of {name} is on the meta device: it was never loaded, and the table was")
-        if not scale.is_meta:
-            found[key] = scale
+        found[key] = scale
     return found
 
 
 def check_scale(what: str, scale: Tensor) -> None:
-    """Raise ValueError for a scale that is zero, negative or not finite."""
-    if scale.numel():
+    """Raise ValueError for a scale that is zero, negative or not finite; one without values is right."""
+    if scale.numel() and not scale.is_meta:
         scale = torch.atleast_1d(scale.detach())
         check_scale_blocks(what, scale.split(max(1, _BLOCK // scale[0].numel())))
 

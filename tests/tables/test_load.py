@@ -361,6 +361,42 @@ def test_a_bad_scale_in_the_checkpoint(tmp_path, bad):
         load_tables(Model(), tmp_path)
 
 
+@pytest.mark.parametrize("cls", [FP8Embedding, RowScaledFP8Embedding, NVFP4Embedding])
+def test_a_bad_scale_leaves_the_values_of_a_table_in_memory(tmp_path, cls):
+    write_quantized(tmp_path, cls)
+    model = Model()
+    load_tables(model, tmp_path)
+    before, expected = dict(model.table._parameters), model.table(torch.arange(ROWS))
+    name = "weight_scale_2" if cls is NVFP4Embedding else "weight_scale"
+    scale = torch.ones_like(model.table.get_parameter(name))
+    scale[-1] = 0
+    rewrite(
+        tmp_path / "model.safetensors",
+        **{f"{BASE}.{name}": scale, f"{BASE}.weight": torch.zeros_like(model.table.weight)},
+    )
+    with pytest.raises(ValueError, match=f"the {name} of {BASE}.weight has values from"):
+        load_tables(model, tmp_path)
+    assert model.table._parameters == before and torch.equal(model.table(torch.arange(ROWS)), expected)
+
+
+def test_a_scale_that_the_type_of_the_module_does_not_hold(tmp_path):
+    fp8 = pytest.importorskip("transformers.integrations.finegrained_fp8")
+    write_quantized(tmp_path, FP8Embedding)
+    rewrite(tmp_path / "model.safetensors", **{f"{BASE}.weight_scale": torch.tensor([1e-9])})
+    model = Model(dtype=torch.float32)
+    model.ngrams.rows = fp8.FP8Embedding(ROWS, WIDTH)
+    model.table.weight_scale.data = model.table.weight_scale.data.half()
+    with pytest.raises(ValueError, match="the weight_scale of .* has values from 0.0 to 0.0"):
+        load_tables(model, tmp_path)
+
+
+def test_a_single_scale_of_integers(tmp_path):
+    write_quantized(tmp_path, FP8Embedding)
+    rewrite(tmp_path / "model.safetensors", **{f"{BASE}.weight_scale": torch.ones(1, dtype=torch.int32)})
+    with pytest.raises(ValueError, match="weight_scale in .* is torch.int32; torch.float32 is needed"):
+        load_tables(Model(), tmp_path)
+
+
 def test_a_failed_load_puts_the_tables_back(tmp_path):
     good, bad, ids = tmp_path / "good", tmp_path / "bad", torch.arange(ROWS)
     model = Model()
