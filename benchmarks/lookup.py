@@ -63,9 +63,9 @@ def quantized(name: str, rows: int) -> Callable[[Tensor], Tensor]:
     for scale in ("weight_scale", "weight_scale_2"):
         if hasattr(module, scale):
             module.get_parameter(scale).data.fill_(0.5)
-    product = torch.bfloat16 if name == "fp8" else torch.float32
     table_scale = module.weight_scale_2 if name == "nvfp4" else None
-    return lambda ids: dequantized_lookup(module.weight, module.weight_scale, table_scale, ids, product, torch.bfloat16)
+    tensors, dtypes = (module.weight, module.weight_scale, table_scale), (torch.float32, torch.bfloat16)
+    return lambda ids: dequantized_lookup(*tensors, ids, *dtypes)
 
 
 def measure_formats(rows: int, bandwidth: float) -> list[dict]:

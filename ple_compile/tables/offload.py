@@ -6,6 +6,10 @@ itself that keeps the table on the host when the model is moved, and page-locks 
 the module (`.to(dtype)`, `load_state_dict(assign=True)`). A replacement that the module does not see (`.data = ...`)
 is refused by the lookup, since that memory is not page-locked; call `offload_tables` again.
 
+Scales of a quantised table move with the model and come to the rows, one value or those of the rows looked up.
+transformers' `FP8Embedding` multiplies where the rows are, on the host, by a scale that is then on the GPU, which torch
+refuses; its subclass here brings the scale to the rows, and computes as it does.
+
 To share one table between the processes of a node, put it into shared memory first (`weight.share_memory_()`), hand
 the model to the processes, and call `offload_tables` in each: every process page-locks the same pages.
 """
@@ -125,7 +129,16 @@ class _Offloaded:
 
 @functools.cache
 def _offloaded(base: type) -> type:
-    return type(f"Offloaded{base.__name__}", (_Offloaded, base), {"__module__": __name__})
+    own: dict[str, Any] = {"__module__": __name__}
+    if base.__name__ == "FP8Embedding" and base.__module__.startswith("transformers."):
+        own["forward"] = _scaled_on_the_host
+    return type(f"Offloaded{base.__name__}", (_Offloaded, base), own)
+
+
+def _scaled_on_the_host(self: Any, input: Tensor) -> Tensor:
+    rows = nn.Embedding.forward(self, input)
+    scale = self.weight_scale.to(rows.device)
+    return rows.to(scale.dtype) * scale
 
 
 def _base_class(embedding: object) -> type:

@@ -63,9 +63,8 @@ def test_from_page_locked_memory(format):
     table, ids = model.table, draw(64, 16)
     names = [name for name in ("weight_scale", "weight_scale_2") if name in table._parameters]
     scales = [table.get_parameter(name).detach().cuda() for name in names]
-    product = torch.bfloat16 if format == "fp8" else torch.float32
     table_scale = scales[1] if len(scales) > 1 else None
-    rows = dequantized_lookup(table.weight, scales[0], table_scale, ids, product, torch.bfloat16)
+    rows = dequantized_lookup(table.weight, scales[0], table_scale, ids, torch.float32, torch.bfloat16)
     assert torch.equal(rows.cpu(), expected(ids.cpu()))
 
 
@@ -88,6 +87,28 @@ def test_on_the_host_its_bytes_are_fetched_a_layer_ahead(format):
     # Nothing waits for the device: the scales are not copied to the host, nor the ids.
     with synchronisation.forbidden():
         compiled(*args)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_transformers_fp8_module_on_the_host(dtype):
+    fp8 = pytest.importorskip("transformers.integrations.finegrained_fp8")
+    torch._dynamo.reset()
+    model = Stack(3, rows=4000, width=WIDTH, hidden=256)
+    quantize_tables(model, "fp8")
+    stored, model.layers[3].ngrams.table = model.layers[3].ngrams.table, fp8.FP8Embedding(4000, WIDTH)
+    table = model.layers[3].ngrams.table
+    table.load_state_dict(stored.state_dict())
+    table.weight_scale.data = table.weight_scale.data.to(dtype)
+    model.layers[3].proj.to(dtype).register_forward_hook(lambda module, args, out: out.float())
+    offload_tables(model)
+    model.to("cuda")
+    assert not table.weight.is_cuda and table.weight_scale.is_cuda
+    args = model.inputs(200)
+    expected = model(*args)
+    actual, (code,) = run_and_get_code(torch.compile(model, backend="ple", fullgraph=True), *args)
+    torch.testing.assert_close(actual, expected, rtol=1e-4 if dtype == torch.float32 else 2e-2, atol=1e-2)
+    assert code.count("ple.lookup_start.default(") == code.count("ple.lookup_wait.default(") == 1
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

@@ -239,6 +239,40 @@ def test_swapped_data_is_refused_not_read(driver):
         lookup.check_arguments(model.table.weight, ids)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_transformers_fp8_module(driver, dtype):
+    fp8 = pytest.importorskip("transformers.integrations.finegrained_fp8")
+    model, ids = Model(embedding=fp8.FP8Embedding), torch.arange(64)
+    model.table.weight.data = torch.randn(64, 8).to(torch.float8_e4m3fn)
+    model.table.weight_scale.data = torch.tensor([0.37], dtype=dtype)
+    expected, state = model.table(ids), model.state_dict()
+    offload_tables(model)
+    assert isinstance(model.table, fp8.FP8Embedding) and driver.covers(model.table.weight)
+    assert model.table(ids).dtype == dtype and torch.equal(model.table(ids), expected)
+    assert model.state_dict().keys() == state.keys()
+    weight, scale = model.table.weight, model.table.weight_scale.data_ptr()
+    model._apply(torch.clone)  # as `.to(device)` does
+    assert model.table.weight is weight and model.table.weight_scale.data_ptr() != scale
+    assert torch.equal(copy.deepcopy(model).table(ids), expected)
+
+
+def test_the_scale_of_transformers_fp8_module_comes_to_the_rows(driver):
+    fp8 = pytest.importorskip("transformers.integrations.finegrained_fp8")
+
+    class Elsewhere:
+        """A scale that nothing can be computed with before it has moved."""
+
+        def to(self, device):
+            assert device.type == "cpu"
+            return torch.tensor([0.5])
+
+    model = Model(embedding=fp8.FP8Embedding)
+    offload_tables(model)
+    model.table.weight.data.view(torch.uint8).fill_(0x38)  # ones
+    model.table._parameters["weight_scale"] = Elsewhere()
+    assert (model.table(torch.arange(3)) == 0.5).all()
+
+
 def test_transformers_model_saves_and_loads(driver, tmp_path):
     pytest.importorskip("transformers")
     from tests.whole_graph.tiny_qwen4exp import make_model
