@@ -33,29 +33,20 @@ PIECE = 16  # values of a row that one thread handles: a group, or as many bytes
 _BLOCK, _NUM_WARPS = 128, 4
 _HOST_BLOCK = 1024
 
+# table, scale, table_scale, ids, product_dtype, dtype, as the op takes them
+Arguments = tuple[Tensor, Tensor, Tensor | None, Tensor, torch.dtype, torch.dtype]
 
-def reference(
-    table: Tensor,
-    scale: Tensor,
-    table_scale: Tensor | None,
-    ids: Tensor,
-    product_dtype: torch.dtype,
-    dtype: torch.dtype,
-) -> Tensor:
-    check_arguments(table, scale, table_scale, ids, product_dtype, dtype)
+
+def reference(*arguments: *Arguments) -> Tensor:
+    table, _, _, ids, *_ = arguments
+    check_arguments(*arguments)
     lookup.check_ids(table, ids)
-    return dequantized(table, scale, table_scale, ids, product_dtype, dtype)
+    return dequantized(*arguments)
 
 
-def dequantized(
-    table: Tensor,
-    scale: Tensor,
-    table_scale: Tensor | None,
-    ids: Tensor,
-    product_dtype: torch.dtype,
-    dtype: torch.dtype,
-) -> Tensor:
-    """The reference without its look at the ids."""
+def dequantized(*arguments: *Arguments) -> Tensor:
+    """The reference without its look at the arguments."""
+    table, scale, table_scale, ids, product_dtype, dtype = arguments
     stored = F.embedding(ids, table)
     if table_scale is None:
         factor = scale.reshape(()) if scale.numel() == 1 else F.embedding(ids, scale.reshape(-1, 1))
@@ -177,15 +168,9 @@ def nvfp4_lookup_kernel(
         start += step
 
 
-def launch(
-    table: Tensor,
-    scale: Tensor,
-    table_scale: Tensor | None,
-    ids: Tensor,
-    product_dtype: torch.dtype,
-    dtype: torch.dtype,
-) -> Tensor:
-    check_arguments(table, scale, table_scale, ids, product_dtype, dtype)
+def launch(*arguments: *Arguments) -> Tensor:
+    check_arguments(*arguments)
+    table, scale, table_scale, ids, product_dtype, dtype = arguments
     width = row_width(table, table_scale)
     rows = torch.empty((*ids.shape, width), dtype=dtype, device=ids.device)
     if rows.numel() == 0:
@@ -228,14 +213,8 @@ def launch(
     return rows
 
 
-def fake(
-    table: Tensor,
-    scale: Tensor,
-    table_scale: Tensor | None,
-    ids: Tensor,
-    product_dtype: torch.dtype,
-    dtype: torch.dtype,
-) -> Tensor:
+def fake(*arguments: *Arguments) -> Tensor:
+    table, _, table_scale, ids, _, dtype = arguments
     return ids.new_empty((*ids.shape, row_width(table, table_scale)), dtype=dtype)
 
 
@@ -243,14 +222,8 @@ def row_width(table: Tensor, table_scale: Tensor | None) -> int:
     return table.shape[1] if table_scale is None else table.shape[1] * 2
 
 
-def check_arguments(
-    table: Tensor,
-    scale: Tensor,
-    table_scale: Tensor | None,
-    ids: Tensor,
-    product_dtype: torch.dtype,
-    dtype: torch.dtype,
-) -> None:
+def check_arguments(*arguments: *Arguments) -> None:
+    table, scale, table_scale, ids, product_dtype, dtype = arguments
     lookup.check_arguments(table, ids)
     rows, stored = table.shape
     if dtype not in TRITON_DTYPE or product_dtype not in TRITON_DTYPE:
