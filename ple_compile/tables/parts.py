@@ -44,7 +44,7 @@ class StoredTable:
         """The format, None for plain floats."""
         if self.dtype in _PLAIN:
             return None
-        if "weight_scale_2" in self.singles:
+        if self.dtype == torch.uint8:
             return NVFP4Embedding
         return FP8Embedding if "weight_scale" in self.singles else RowScaledFP8Embedding
 
@@ -130,14 +130,17 @@ class Checkpoint:
         if weight.dtype not in _PLAIN | {E4M3, torch.uint8}:
             raise ValueError(f"{weight} is {weight.dtype}, which is no format of a table")
 
-        for single in table.singles.values():
-            if single.dtype not in _PLAIN:
-                raise ValueError(f"{single} is {single.dtype}; {torch.float32} is needed")
-
     def _check_shapes(self, table: StoredTable, shape: tuple[int, int]) -> None:
         num_rows, width = shape
-        cls = table.quantized
+        cls, weight = table.quantized, table.rows["weight"][0]
         spec = {"weight": (table.dtype, shape)} if cls is None else cls.spec(num_rows, width)
+        for parameter, tensor in [*table.singles.items(), *((key, parts[0]) for key, parts in table.rows.items())]:
+            if parameter not in spec:
+                raise ValueError(f"{tensor} does not go with {weight}, which is {weight.dtype} and has no {parameter}")
+            if parameter in table.singles and cls is not None and parameter in cls.row_parameters:
+                raise ValueError(f"{tensor} has shape {tensor.shape}; rows of {spec[parameter][1][1:]} are needed")
+            if parameter in table.singles and tensor.dtype not in _PLAIN:
+                raise ValueError(f"{tensor} is {tensor.dtype}; {torch.float32} is needed")
         for parameter, parts in table.rows.items():
             dtype, expected = spec[parameter]
             for part in parts:
@@ -173,6 +176,8 @@ def _refuse_unfinished(directory: Path) -> None:
 
 
 def _tensors(directory: Path) -> list[StoredTensor]:
+    if not directory.is_dir():
+        raise ValueError(f"{directory} is no directory on this machine; pass the one that holds the safetensors files")
     note = directory / SAVING
     if note.exists():
         raise ValueError(

@@ -342,6 +342,10 @@ class _Note:
         self.file, self.part = path.with_name(path.name + ".progress"), part_of(path)
         self.tables: dict[str, str] = {}
         self.state: dict[str, dict[str, Any]] = {}
+        if path.suffix != ".safetensors" or not path.parent.is_dir():
+            raise ValueError(
+                f"quantize_tables: path is {path}; pass a file that ends in .safetensors, in a directory that is there"
+            )
         if path.exists():
             raise ValueError(f"{path} is there already; delete it, or choose another path")
         self.resumed = self.part.exists() and self.file.exists()

@@ -52,7 +52,7 @@ def test_a_run_that_was_stopped_goes_on(
         assert main(command) == 130
     assert (tmp_path / f"{FILE}.progress").exists()
     assert main(["quantize", str(checkpoint), str(tmp_path), "--format", "fp8"]) == 2
-    assert "begun with other tables or another format" in capsys.readouterr().err
+    assert "begun with other tables, another format" in capsys.readouterr().err
     assert main(command) == 0 and not (tmp_path / f"{FILE}.progress").exists()
     assert capsys.readouterr().out.splitlines()[-1] == f"wrote {tmp_path / FILE}"
     assert main(command) == 2

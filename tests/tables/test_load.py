@@ -9,7 +9,7 @@ from torch import nn
 
 from ple_compile.tables import load as load_module
 from ple_compile.tables import pinning
-from ple_compile.tables.formats import FP8Embedding, NVFP4Embedding, RowScaledFP8Embedding
+from ple_compile.tables.formats import E4M3, FP8Embedding, NVFP4Embedding, RowScaledFP8Embedding
 from ple_compile.tables.load import fill, load_tables
 from ple_compile.tables.offload import is_offloaded, offload_tables
 from ple_compile.tables.save import save_tables
@@ -272,6 +272,10 @@ def test_the_index_counts(tmp_path):
 
 
 def test_directories_without_a_table(tmp_path):
+    (file,) = write_checkpoint(tmp_path / "checkpoint", ROWS, WIDTH, base=BASE)
+    for path in (file, tmp_path / "misspelt", "organisation/model"):
+        with pytest.raises(ValueError, match=f"{path} is no directory on this machine"):
+            load_tables(Model(), path)
     with pytest.raises(ValueError, match="no safetensors files"):
         load_tables(Model(), tmp_path)
     torch.save({f"{BASE}.weight": torch.zeros(2)}, tmp_path / "pytorch_model.bin")
@@ -388,6 +392,26 @@ def test_a_scale_that_the_type_of_the_module_does_not_hold(tmp_path):
     model.table.weight_scale.data = model.table.weight_scale.data.half()
     with pytest.raises(ValueError, match="the weight_scale of .* has values from 0.0 to 0.0"):
         load_tables(model, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "kind, extra", [(torch.bfloat16, "weight_scale"), (torch.bfloat16, "weight_scale_2"), (E4M3, "weight_scale_2")]
+)
+def test_a_scale_of_another_format(tmp_path, kind, extra):
+    rows = table_rows(0, ROWS, WIDTH).to(kind)
+    scales = {
+        f"{BASE}.{name}": torch.tensor([0.5]) for name in {"weight_scale"} | {extra} if kind == E4M3 or name == extra
+    }
+    save_file({f"{BASE}.weight": rows, **scales}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=rf"{extra} in .* does not go with .*weight in .*, which is .* no {extra}$"):
+        load_tables(Model(), tmp_path)
+
+
+def test_one_scale_where_each_group_has_its_own(tmp_path):
+    write_quantized(tmp_path, NVFP4Embedding)
+    rewrite(tmp_path / "model.safetensors", **{f"{BASE}.weight_scale": torch.ones(1).to(E4M3)})
+    with pytest.raises(ValueError, match=r"weight_scale in .* has shape \(1,\); rows of \(2,\) are needed"):
+        load_tables(Model(), tmp_path)
 
 
 def test_a_single_scale_of_integers(tmp_path):

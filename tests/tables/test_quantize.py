@@ -349,6 +349,13 @@ def test_a_file_that_is_there_is_not_overwritten(tmp_path):
         quantize_tables(random_model(), "fp8", path=path)
 
 
+@pytest.mark.parametrize("name", ["q", "q.bin", "missing/q.safetensors"])
+def test_a_path_that_would_not_load_is_refused_at_once(tmp_path, monkeypatch, name):
+    monkeypatch.setattr(quantize_module, "largest_value", None)  # no pass over the table before
+    with pytest.raises(ValueError, match="pass a file that ends in .safetensors, in a directory that is there"):
+        quantize_tables(random_model(), "fp8", path=tmp_path / name)
+
+
 def test_refusals():
     model = random_model()
     with pytest.raises(ValueError, match="'int4' is unknown"):
