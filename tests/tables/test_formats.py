@@ -72,6 +72,13 @@ def test_fp8_computes_what_transformers_does(dtype):
     assert theirs(ids).dtype == dtype and torch.equal(theirs(ids), module(ids))
 
 
+@pytest.mark.parametrize("largest", [1e-45, 3e-30, 0.0123, 0.1, 1.0, 447.9, 65504.0, torch.finfo(torch.float32).max])
+def test_the_scale_of_fp8_is_a_bfloat16_and_no_larger_than_needed(largest):
+    scale = FP8Embedding.table_scale(largest)
+    assert scale.dtype == torch.float32 and scale > 0 and torch.equal(scale, scale.bfloat16().float())
+    assert largest < 1e-30 or 0.99 * largest < scale.double() * 448 <= largest
+
+
 def test_a_float32_scale_promotes_in_transformers_and_is_rounded_once_in_ours():
     module, _ = quantized(FP8Embedding, dtype=torch.bfloat16)
     module.load_state_dict({**module.state_dict(), "weight_scale": torch.tensor([0.00123456])})
