@@ -53,7 +53,7 @@ def compile_graph(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], confi
 
     def run(*args: Any) -> Any:
         count_call(ple_executions=report.ple_layers, prefetched_lookups=prefetched, **reads(args))
-        records.executed(report, args)
+        records.executed(report, names, args)
         return compiled(*(host_tables.views(tables, args) if tables else args))
 
     return run

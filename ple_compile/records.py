@@ -10,6 +10,7 @@ import hashlib
 import json
 import logging
 import pathlib
+import re
 import secrets
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -22,9 +23,11 @@ from ple_compile.json_file import write_json
 from ple_compile.pipeline import FusePass
 from ple_compile.report import GraphReport
 
-_collectors: list[list[tuple[str, GraphReport]]] = []
+_collectors: list[list["Execution"]] = []
 _regions: list[str] = []
 _warned: set[str] = set()
+# What Dynamo calls a local of the function that it compiled: L['self'], or L['args'][0].
+_LOCAL = re.compile(r"^L\['\w+'\](?:\[\w+\])*\.")
 
 log = logging.getLogger("ple_compile")
 
@@ -104,17 +107,30 @@ def region(name: str) -> Iterator[None]:
         _regions.pop()
 
 
-def executed(report: GraphReport, args: Sequence[Any]) -> None:
-    """Tell whoever collects that a compiled graph runs, in which region, and at which sizes."""
+@dataclass(frozen=True)
+class Execution:
+    """One call of a compiled graph. tensors: the identity of those that a module holds, by their names in it."""
+
+    region: str
+    report: GraphReport
+    tensors: dict[str, int]
+
+
+def executed(report: GraphReport, names: Sequence[str], args: Sequence[Any]) -> None:
+    """Tell whoever collects that a compiled graph runs: in which region, on what, and at which sizes."""
+    if not _collectors:
+        return
+    sizes = {symbol: int(args[found.argument]) for symbol, found in report.symbols.items()}
+    held = {_LOCAL.sub("", name): id(x) for name, x in zip(names, args) if _LOCAL.match(name)}
+    execution = Execution(_regions[-1] if _regions else "", dataclasses.replace(report, sizes=sizes), held)
     for collector in _collectors:
-        sizes = {symbol: int(args[found.argument]) for symbol, found in report.symbols.items()}
-        collector.append((_regions[-1] if _regions else "", dataclasses.replace(report, sizes=sizes)))
+        collector.append(execution)
 
 
 @contextlib.contextmanager
-def collect() -> Iterator[list[tuple[str, GraphReport]]]:
-    """Collect (region, report) of every compiled graph that runs inside, in the order in which they run."""
-    collector: list[tuple[str, GraphReport]] = []
+def collect() -> Iterator[list[Execution]]:
+    """Collect every call of a compiled graph inside, in the order in which they run."""
+    collector: list[Execution] = []
     _collectors.append(collector)
     try:
         yield collector
