@@ -12,6 +12,7 @@ from ple_compile.graph_scales import check_graph_scales
 from ple_compile.pipeline import FusePass
 from ple_compile.stats import count_call
 from ple_compile.table_reads import ReadCounter
+from ple_compile.tables.hash_buffers import check_graph_hashes
 
 
 def ple(
@@ -23,8 +24,9 @@ def ple(
 ) -> Callable:
     """Compile one Dynamo graph; `options` are the fields of `ple_compile.Config`.
 
-    Raises ValueError for an unknown option or value and for a quantised table whose scale is zero, NaN or was never
-    loaded, and DeclinedError under `strict`; `torch.compile` wraps both in its BackendCompilerFailed at the first call.
+    Raises ValueError for an unknown option or value, a quantised table whose scale is zero, NaN or was never loaded,
+    hash buffers that do not fit together and token ids that are neither int32 nor int64, and DeclinedError under
+    `strict`; `torch.compile` wraps each in its BackendCompilerFailed at the first call.
     """
     return compile_graph(gm, example_inputs, make_config(options or {}, mode))
 
@@ -37,6 +39,7 @@ def compile_graph(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], confi
     training = torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in example_inputs)
     names = [upstream.input_name(node) for node in gm.graph.find_nodes(op="placeholder")]
     check_graph_scales(gm, example_inputs, names)
+    check_graph_hashes(names, example_inputs)
     fuse = FusePass(config, training, users, names)
     graph_break = upstream.graph_break(gm)
     inputs = list(example_inputs)
