@@ -40,7 +40,7 @@ def compile_graph(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], confi
     names = [upstream.input_name(node) for node in gm.graph.find_nodes(op="placeholder")]
     check_graph_scales(gm, example_inputs, names)
     check_graph_hashes(names, example_inputs)
-    fuse = FusePass(config, training, users, names)
+    fuse = FusePass(config, training, users, names, example_inputs)
     graph_break = upstream.graph_break(gm)
     inputs = list(example_inputs)
     # Before the record is looked for: whether a table is page-locked decides what the graph is.

@@ -20,6 +20,7 @@ import torch
 
 from ple_compile import upstream
 from ple_compile.json_file import write_json
+from ple_compile.merged_weights import storage_of
 from ple_compile.pipeline import FusePass
 from ple_compile.report import GraphReport
 
@@ -47,9 +48,13 @@ class Record:
 def find(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], salt: str) -> Record:
     """The record of a Dynamo graph, named by its nodes, its inputs' metadata, the grad mode and `salt`."""
     described = [str(gm.graph), salt, str(torch.is_grad_enabled()), str(torch.is_inference_mode_enabled())]
+    storages: dict[int, int] = {}
     for x in example_inputs:
         is_tensor = isinstance(x, torch.Tensor)
         described.append(f"{x.dtype} {x.device} {x.shape} {x.stride()}" if is_tensor else str(type(x)))
+        if isinstance(x, torch.nn.Parameter):  # whether it can share its storage with another decides what a pass does
+            place = storages.setdefault(storage_of(x).cdata, len(storages))
+            described.append(f"{place} {x.untyped_storage().nbytes()} {x.storage_offset()} {x.is_inference()}")
     name = hashlib.sha256("\n".join(described).encode()).hexdigest()
     file = pathlib.Path(upstream.cache_dir()) / "ple_compile" / f"{name}.json"
     try:
