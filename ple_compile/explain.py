@@ -175,11 +175,14 @@ def _layer(layers: list[str], region: str, module: str) -> str:
     Where Dynamo compiled a part of the model by itself (after a graph break), paths start in that part: then every
     layer that the path may mean is named.
     """
-    path = f"{region}.{module}" if region else module
+    path = ".".join(filter(None, (region, module)))
     inside = [layer for layer in layers if layer == region or f"{path}.".startswith(f"{layer}.")]
     if inside:
         return max(inside, key=len)
-    meant = [layer for layer in layers if _overlaps(layer.split("."), path.split("."))]
+    if region and not module:  # somewhere in it
+        meant = [layer for layer in layers if layer.startswith(f"{region}.")]
+    else:
+        meant = [layer for layer in layers if _overlaps(layer.split("."), path.split("."))]
     return " or ".join(meant) or path
 
 
@@ -230,7 +233,7 @@ def explain(model: nn.Module | Callable, *args: Any, **kwargs: Any) -> Report:
 
 
 def _is_compiled(module: nn.Module) -> bool:
-    return regions.config_of(module) is not None or any(part._compiled_call_impl for part in module.modules())
+    return regions.config_of(module) is not None or any(map(upstream.is_compiled, module.modules()))
 
 
 def _place(execution: Execution, module: nn.Module | None) -> str:

@@ -177,6 +177,23 @@ def test_buffers_and_random_numbers_stay_as_they_are(no_codegen: None) -> None:
     assert torch.equal(torch.get_rng_state(), generator)
 
 
+def test_a_model_that_torch_compile_wrapped_is_reported_as_it_runs(no_codegen: None) -> None:
+    class Layer(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.ple = Case().layer()
+
+        def forward(self, streams: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+            streams = torch.sin(streams)
+            torch._dynamo.graph_break()
+            return streams + self.ple(streams, ids, None)
+
+    streams, ids, _ = Case().inputs()
+    report = ple_compile.explain(torch.compile(Layer().eval(), backend="ple"), streams, ids)
+    assert report.layers == ["_orig_mod.ple"] == sorted({layer for layer, _ in report.events()})
+    assert len(report.graphs) == 2 and "graph breaks" in str(report)
+
+
 def test_a_compiled_model_without_a_compiled_region_stays_compiled(no_codegen: None) -> None:
     """As where accelerate's hooks keep every PLE layer from being compiled."""
     model = shallow_model()
