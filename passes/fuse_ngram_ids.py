@@ -17,7 +17,8 @@ Becomes:
 
 A mask's `where` on the tokens stays outside: the cut nearest the embedding that works is taken. With `debug` the
 context of packed requests goes through ple.checked_context first. Declines when a role has no single candidate, when
-something inside is read elsewhere, or when the probe differs at every cut.
+something inside is read elsewhere, or when the probe differs at every cut. Raises ValueError for tokens that the user
+passes in a type other than int32 and int64.
 """
 
 from torch.fx import Graph, Node
@@ -25,7 +26,7 @@ from torch.fx import Graph, Node
 from ple_compile.matching import packed_ids
 from ple_compile.matching.candidates import Declined
 from ple_compile.matching.graph import cone, erase_unused, insert, value
-from ple_compile.matching.ngram_ids import find_embeddings, match
+from ple_compile.matching.ngram_ids import check_token_type, find_embeddings, match
 from ple_compile.ops.checked_context import checked_context
 from ple_compile.ops.ngram_ids import ngram_ids
 from ple_compile.ops.packed_ngram_ids import packed_ngram_ids
@@ -59,12 +60,14 @@ def fuse_ngram_ids(graph: Graph, report: GraphReport, *, debug: bool = False) ->
 def _fuse(graph: Graph, ids: Node) -> tuple[list[Node], Node]:
     """(what is replaced, the op)"""
     found = match(ids)
+    check_token_type(found.tokens)
     args = (found.tokens, found.context, *found.tables, found.eos)
     return cone([ids], {found.tokens}), insert(graph, ids, ngram_ids, args)
 
 
 def _fuse_packed(graph: Graph, ids: Node, debug: bool) -> tuple[list[Node], Node]:
     found = packed_ids.match(ids)
+    check_token_type(found.tokens)
     inside = cone([ids], set(found.leaves))
     tokens, starts, context, *tables = found.leaves
     if debug:

@@ -7,17 +7,22 @@ Becomes:
     kv = ple.kv_proj(x, key_weight, value_weight)             # the op lets both weights share one storage
     key, value = kv[..., :C], kv[..., C:]
 
-Declines when a projection has a bias, when the weights are one tensor, differ in type, or are computed in the graph
-(autocast), when the two projections read different inputs, and while gradients are recorded. A model that has one
-product for both already is left alone.
+Declines when a projection has a bias, when the weights are one tensor, differ in type, are computed in the graph
+(autocast) or cannot share one storage (tied by a view, say), when the two projections read different inputs, and while
+gradients are recorded. A model that has one product for both already is left alone.
 """
 
 import operator
+from collections.abc import Sequence
+from typing import Any
 
+from torch import Tensor
 from torch.fx import Graph, Node
 
+from ple_compile import upstream
 from ple_compile.matching.candidates import Declined
 from ple_compile.matching.graph import LAYOUT, aten, calls, dims, erase_unused, insert, source, value
+from ple_compile.merged_weights import why_never
 from ple_compile.ops.gate import gate as gate_op
 from ple_compile.ops.kv_proj import kv_proj
 from ple_compile.report import GraphReport
@@ -25,8 +30,8 @@ from ple_compile.report import GraphReport
 PARTS = {aten.slice.Tensor, aten.split_with_sizes.default, aten.split.Tensor}
 
 
-def merge_kv_proj(graph: Graph, report: GraphReport, *, training: bool) -> int:
-    """Merge the projections in front of every fused gate; returns how many."""
+def merge_kv_proj(graph: Graph, report: GraphReport, *, training: bool, inputs: Sequence[Any] = ()) -> int:
+    """Merge the projections in front of every fused gate; returns how many. `inputs` are the Dynamo graph's."""
     count = 0
     for gate in graph.find_nodes(op="call_function", target=gate_op):
         key, val = gate.args[0], gate.args[1]
@@ -39,6 +44,9 @@ def merge_kv_proj(graph: Graph, report: GraphReport, *, training: bool) -> int:
             x, key_weight = _projection(key, "key")
             other, value_weight = _projection(val, "value")
             _check_pair(x, other, key_weight, value_weight)
+            reason = why_never(_weight(key_weight, inputs), _weight(value_weight, inputs))
+            if reason is not None:
+                raise Declined(f"the weights cannot share one storage: {reason}")
         except Declined as reason:
             report.declined("merge_kv_proj", gate, str(reason))
             continue
@@ -91,3 +99,9 @@ def _check_pair(x: Node, other: Node, key_weight: Node, value_weight: Node) -> N
         raise Declined("key and value share one weight")
     if value(key_weight).dtype != value(value_weight).dtype:
         raise Declined(f"the weights differ in type: {value(key_weight).dtype} and {value(value_weight).dtype}")
+
+
+def _weight(node: Node, inputs: Sequence[Any]) -> Tensor:
+    """The parameter itself where it is known: a fake tensor does not say how large the storage is that it lies in."""
+    index = upstream.input_index(node) if node.op == "placeholder" else None
+    return inputs[index] if index is not None and index < len(inputs) else value(node)

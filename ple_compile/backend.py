@@ -12,6 +12,7 @@ from ple_compile.graph_scales import GraphScales
 from ple_compile.pipeline import FusePass
 from ple_compile.stats import count_call
 from ple_compile.table_reads import ReadCounter
+from ple_compile.tables.hash_buffers import check_graph_hashes
 
 
 def ple(
@@ -23,8 +24,9 @@ def ple(
 ) -> Callable:
     """Compile one Dynamo graph; `options` are the fields of `ple_compile.Config`.
 
-    Raises ValueError for an unknown option or value and for a quantised table whose scale is zero, NaN or was never
-    loaded, and DeclinedError under `strict`; `torch.compile` wraps both in its BackendCompilerFailed at the first call.
+    Raises ValueError for an unknown option or value, a quantised table whose scale is zero, NaN or was never loaded,
+    hash buffers that do not fit together and token ids that are neither int32 nor int64, and DeclinedError under
+    `strict`; `torch.compile` wraps each in its BackendCompilerFailed at the first call.
     """
     return compile_graph(gm, example_inputs, make_config(options or {}, mode))
 
@@ -38,7 +40,8 @@ def compile_graph(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], confi
     names = [upstream.input_name(node) for node in gm.graph.find_nodes(op="placeholder")]
     scales = GraphScales(gm, example_inputs, names)
     scales.check(example_inputs)
-    fuse = FusePass(config, training, users, names)
+    check_graph_hashes(names, example_inputs)
+    fuse = FusePass(config, training, users, names, example_inputs)
     graph_break = upstream.graph_break(gm)
     inputs = list(example_inputs)
     # Before the record is looked for: whether a table is page-locked decides what the graph is.
@@ -55,7 +58,7 @@ def compile_graph(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], confi
     def run(*args: Any) -> Any:
         scales.check(args)
         count_call(ple_executions=report.ple_layers, prefetched_lookups=prefetched, **reads(args))
-        records.executed(report, args)
+        records.executed(report, names, args)
         return compiled(*(host_tables.views(tables, args) if tables else args))
 
     return run

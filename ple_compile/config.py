@@ -44,7 +44,8 @@ class Config:
         Inductor does, so tokens may differ from eager's. The backend alone does not read it.
     inductor: options passed through to Inductor, e.g. {"max_autotune": True}.
 
-    Raises ValueError for an unknown mode or a value of the wrong type.
+    Raises ValueError for an unknown field, saying what was probably meant, and for an unknown mode or a value of the
+    wrong type.
     """
 
     merge_kv_proj: bool = True
@@ -65,6 +66,19 @@ class Config:
     indexer: bool = True
     whole_graph: bool = False
     inductor: dict[str, Any] = field(default_factory=dict)
+
+    def __new__(cls, **options: Any) -> "Config":
+        # Before __init__, whose TypeError for an unknown field would not say what was meant.
+        names = [item.name for item in dataclasses.fields(cls)]
+        for name in options:
+            if name in names:
+                continue
+            if name.replace("-", "_") in upstream.inductor_config.get_config_copy():
+                raise ValueError(f"{name!r} is an option of Inductor; write options={{'inductor': {{{name!r}: ...}}}}")
+            near = difflib.get_close_matches(name, names, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else f"; the options are {', '.join(names)}"
+            raise ValueError(f"unknown option {name!r}{hint}")
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         for item in dataclasses.fields(self):
@@ -102,19 +116,8 @@ def _positive(value: Any) -> bool:
 
 
 def make_config(options: dict[str, Any], mode: str | None = None) -> Config:
-    """A `Config` from backend options; an unknown name raises a ValueError that says what was probably meant."""
-    names = [item.name for item in dataclasses.fields(Config)]
-    for name in options:
-        if name in names:
-            continue
-        if name.replace("-", "_") in upstream.inductor_config.get_config_copy():
-            raise ValueError(f"{name!r} is an option of Inductor; write options={{'inductor': {{{name!r}: ...}}}}")
-        near = difflib.get_close_matches(name, names, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else f"; the options are {', '.join(names)}"
-        raise ValueError(f"unknown option {name!r}{hint}")
-    if mode is not None:
-        options = {**options, "mode": mode}
-    return Config(**options)
+    """A `Config` from backend options; `mode` is that of `torch.compile`."""
+    return Config(**(options if mode is None else {**options, "mode": mode}))
 
 
 def user_cache_dir() -> pathlib.Path:

@@ -1,6 +1,5 @@
 """`ple_compile.explain`: run a call once, compiled, and tell what was fused, what was not and why."""
 
-import copy
 import dataclasses
 import json
 import pathlib
@@ -11,10 +10,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from ple_compile import layer_graphs, records, regions, stats, upstream
+from ple_compile import layer_graphs, records, regions, stats, trial_call, upstream
 from ple_compile.facts import TableFacts, environment, table_facts
 from ple_compile.layer_graphs import LayerGraph
 from ple_compile.layers import find_ple_layers
+from ple_compile.records import Execution
 from ple_compile.report import DECLINED, Event, GraphReport
 from ple_compile.savings import Savings, savings
 
@@ -35,7 +35,10 @@ class LayerRun:
 
 @dataclass(frozen=True)
 class Report:
-    """What ran in one call of a model. `graphs`: (region, report) of each compiled graph, in the order of execution."""
+    """What ran in one call of a model, which recorded `gradients` or not.
+
+    graphs: (region, report) of each compiled graph, in the order of execution.
+    """
 
     model: str
     layers: list[str]
@@ -43,6 +46,7 @@ class Report:
     graphs: list[tuple[str, GraphReport]]
     tables: list[TableFacts] = field(default_factory=list)
     environment: dict[str, str] = field(default_factory=dict)
+    gradients: bool = False
 
     def events(self) -> list[tuple[str, Event]]:
         """(layer, event) of every pass at every place, each once."""
@@ -71,10 +75,11 @@ class Report:
         """The report as plain lists and dicts.
 
         model, layers: the class, and the names of its PLE layers. replaced: classes whose forward was replaced.
+        gradients: whether the call recorded them.
         environment: versions and device. tables: each n-gram table's `name`, `rows`, `width`, `format`, `placement`,
         `sharding` and `nbytes`.
 
-        graphs: the compiled graphs in the order of execution, each with `region` (the module compiled by itself),
+        graphs: the compiled graphs in the order of execution, each with `region` (the module whose code it is),
         `graph_break` (why it ended), `ple_layers` (complete ones, run fused), `events` (what each pass did where:
         `pass_name`, `status`, `layer`, `reason`, `node`, `source`), `symbols` (symbolic sizes, each with the `argument`
         that holds it and its `name`), `sizes` (their values in this call), `reads` (lookups in tables: `rows`, a number
@@ -114,6 +119,7 @@ class Report:
             "model": self.model,
             "layers": self.layers,
             "replaced": self.replaced,
+            "gradients": self.gradients,
             "environment": self.environment,
             "tables": [dataclasses.asdict(table) for table in self.tables],
             "graphs": graphs,
@@ -149,6 +155,11 @@ class Report:
                     f"  [{event.node}{', ' + event.source if event.source else ''}]" if event.status == DECLINED else ""
                 )
                 lines.append(f"  {event.pass_name:<18} {event.status}{reason}{at}")
+        if self.gradients:
+            lines.append(
+                "\ngradients were recorded, for the model is in training mode: what ple_compile.compile has compiled "
+                "then runs as plain PyTorch"
+            )
         if self.replaced:
             lines.append(f"\nforwards replaced on: {', '.join(self.replaced)}")
         breaks = list(dict.fromkeys(graph.graph_break for _, graph in self.graphs if graph.graph_break))
@@ -164,11 +175,14 @@ def _layer(layers: list[str], region: str, module: str) -> str:
     Where Dynamo compiled a part of the model by itself (after a graph break), paths start in that part: then every
     layer that the path may mean is named.
     """
-    path = f"{region}.{module}" if region else module
+    path = ".".join(filter(None, (region, module)))
     inside = [layer for layer in layers if layer == region or f"{path}.".startswith(f"{layer}.")]
     if inside:
         return max(inside, key=len)
-    meant = [layer for layer in layers if _overlaps(layer.split("."), path.split("."))]
+    if region and not module:  # somewhere in it
+        meant = [layer for layer in layers if layer.startswith(f"{region}.")]
+    else:
+        meant = [layer for layer in layers if _overlaps(layer.split("."), path.split("."))]
     return " or ".join(meant) or path
 
 
@@ -177,30 +191,33 @@ def _overlaps(layer: list[str], path: list[str]) -> bool:
     return any(layer[-n:] == path[:n] for n in range(1, min(len(layer), len(path)) + 1))
 
 
-def _copies(values: Any) -> Any:
-    """Deep copies; tensors that autograd made, which refuse to be copied, lose their history."""
-    results = [x for x in upstream.tree_leaves(values) if isinstance(x, torch.Tensor) and not x.is_leaf]
-    return copy.deepcopy(values, {id(x): x.detach().clone() for x in results})
-
-
 def explain(model: nn.Module | Callable, *args: Any, **kwargs: Any) -> Report:
     """Run `model(*args, **kwargs)` once as compiled code and report what was fused, declined (and why), and broken.
 
-    The call runs on deep copies of the arguments, so a cache among them stays as it is, and counters and `stats` are
-    put back; it records gradients only where the model is in training mode. A model of which nothing is compiled is
-    compiled for this call as `ple_compile.compile` would, and restored; what was compiled stays in PyTorch's caches and
-    serves the next call.
+    The call runs on deep copies of the arguments, so a cache among them stays as it is; counters, `stats`, the buffers
+    of the model and random number generators are put back. It records gradients where the model is in training mode
+    and they are switched on around `explain`, and never otherwise: a model in `eval()` is reported as it runs under
+    `torch.no_grad()`. A model of which nothing is compiled is compiled for this call as `ple_compile.compile` would,
+    and restored; what was compiled stays in PyTorch's caches and serves the next call.
+
+    Raises ValueError where `model` cannot be called, and what `ple_compile.compile` and the call itself raise.
     """
-    args, kwargs = _copies((args, kwargs))
+    if not callable(model):
+        raise ValueError(
+            f"ple_compile.explain: model is {model!r}, a {type(model).__name__}; pass an nn.Module or a function, then "
+            "its arguments"
+        )
+    args, kwargs = trial_call.copies((args, kwargs))
     module = model if isinstance(model, nn.Module) else None
-    compile_here = module is not None and not any(part._compiled_call_impl for part in module.modules())
+    compile_here = module is not None and not _is_compiled(module)
     layers = list(find_ple_layers(module)) if module is not None else []
+    gradients = torch.is_grad_enabled() and module is not None and module.training
     executions = stats.stats()
     counted = dict(upstream.counters["ple_compile"])
     if module is not None and compile_here:
         regions.compile(module)
     try:
-        with records.collect() as graphs, torch.set_grad_enabled(module is not None and module.training):
+        with trial_call.put_back(module), records.collect() as executed, torch.set_grad_enabled(gradients):
             model(*args, **kwargs)
         replaced = regions.changes_of(module) if module is not None else []
         tables = table_facts(module) if module is not None else []
@@ -211,4 +228,38 @@ def explain(model: nn.Module | Callable, *args: Any, **kwargs: Any) -> Report:
         upstream.counters["ple_compile"].clear()
         upstream.counters["ple_compile"].update(counted)
     name = type(module).__name__ if module is not None else getattr(model, "__name__", "function")
-    return Report(name, layers, replaced, graphs, tables, environment())
+    graphs = [(_place(execution, module), execution.report) for execution in executed]
+    return Report(name, layers, replaced, graphs, tables, environment(), gradients)
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    return regions.config_of(module) is not None or any(map(upstream.is_compiled, module.modules()))
+
+
+def _place(execution: Execution, module: nn.Module | None) -> str:
+    """The name in `module` of the part whose code a compiled graph is, told by the tensors that it holds.
+
+    Dynamo compiles the forward of a class once for all layers that are alike, so the graph does not say which it ran
+    for. Where it shows none of the module's tensors, the region that it ran in.
+    """
+    names = _names(module) if module is not None else {}
+    places = [
+        [
+            name.removesuffix(tail).removesuffix(".")
+            for name in names.get(identity, ())
+            if f".{name}".endswith(f".{tail}")
+        ]
+        for tail, identity in execution.tensors.items()
+    ]
+    told = [found for found in places if found]
+    common = [place for place in told[0] if all(place in found for found in told)] if told else []
+    return common[0] if common else execution.region
+
+
+def _names(module: nn.Module) -> dict[int, list[str]]:
+    """Every name of each parameter and buffer, by identity."""
+    names: dict[int, list[str]] = {}
+    for found in (module.named_parameters, module.named_buffers):
+        for name, tensor in found(remove_duplicate=False):
+            names.setdefault(id(tensor), []).append(name)
+    return names

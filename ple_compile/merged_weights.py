@@ -14,6 +14,7 @@ from types import FrameType
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 # Inductor compiles kernels for 16-byte aligned inputs and copies any input that is not.
 _ALIGNMENT = 16
@@ -31,23 +32,39 @@ def merged_view(first: Tensor, second: Tensor) -> Tensor | None:
     return first.detach().as_strided((rows, columns), (columns, 1))
 
 
-def why_separate(first: Tensor, second: Tensor) -> str | None:
-    """Why `merge` must leave the two alone right now; None when it may move them."""
+def why_never(first: Tensor, second: Tensor) -> str | None:
+    """Why the two cannot be one matrix, from their metadata; None when they are, or may become one."""
     pair = (first, second)
-    if any(type(tensor) is not torch.nn.Parameter for tensor in pair):
-        return "not both plain parameters"
-    if first is second or first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr():
-        return "tied, or views of one storage"
     if first.dtype != second.dtype or first.device != second.device:
         return f"different types or devices: {first.dtype} on {first.device}, {second.dtype} on {second.device}"
     if any(tensor.layout != torch.strided or not tensor.is_contiguous() for tensor in pair):
         return "not dense and contiguous"
+    if storage_of(first) == storage_of(second):
+        end = first.storage_offset() + first.numel()
+        return None if second.storage_offset() == end else "tied, or views of one storage"
     if any(tensor.nbytes != tensor.untyped_storage().nbytes() for tensor in pair):
         return "part of a larger storage"
     if first.nbytes == 0 or first.nbytes % _ALIGNMENT:
         return f"the first one's {first.nbytes} bytes would leave the second one unaligned"
     if any(tensor.is_inference() for tensor in pair):
         return "created in inference mode"
+    return None
+
+
+def storage_of(tensor: Tensor) -> StorageWeakRef:
+    """What is equal for tensors on one storage, fake ones too."""
+    return StorageWeakRef(tensor.untyped_storage())
+
+
+def why_separate(first: Tensor, second: Tensor) -> str | None:
+    """Why `merge` must leave two that are not one matrix alone right now; None when it may move them."""
+    pair = (first, second)
+    if any(type(tensor) is not torch.nn.Parameter for tensor in pair):
+        return "not both plain parameters"
+    if first is second or first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr():
+        return "tied, or views of one storage"
+    if (reason := why_never(first, second)) is not None:
+        return reason
     if torch.is_grad_enabled() and (first.requires_grad or second.requires_grad):
         return "autograd is recording"
     if any(_num_aliases(tensor) for tensor in pair):

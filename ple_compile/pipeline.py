@@ -37,7 +37,7 @@ SCHEDULE = (prefetch_lookup,)
 SETTINGS: dict[str, tuple[str, ...]] = {
     "fuse_ngram_ids": ("debug",),
     "fuse_lookup": ("debug",),
-    "merge_kv_proj": ("training",),
+    "merge_kv_proj": ("training", "inputs"),
     "merge_gate_conv": ("fuse_short_conv",),
     "lower_lookup": ("etp_lowering", "etp_max_tokens"),
     "prefetch_lookup": ("prefetch_distance",),
@@ -65,11 +65,18 @@ def source_hash() -> str:
 class FusePass(upstream.CustomGraphPass):
     """Runs the passes on one post-grad graph, after the user's own pass if there is one."""
 
-    def __init__(self, config: Config, training: bool, before: list[Callable], input_names: Sequence[str] = ()):
+    def __init__(
+        self,
+        config: Config,
+        training: bool,
+        before: list[Callable],
+        input_names: Sequence[str] = (),
+        inputs: Sequence[Any] = (),
+    ):
         self.config = config
         self.settings = {"training": training}
         self.before = before
-        self.input_names = input_names
+        self.input_names, self.inputs = input_names, inputs
         self.report = GraphReport()
         self.nonce = ""
         self.ran = False
@@ -85,7 +92,7 @@ class FusePass(upstream.CustomGraphPass):
         for function in self.before:
             upstream.run_custom_pass(function, graph, is_inference=not self.settings["training"])
         self.ran = True
-        run(graph, self.config, self.report, self.input_names, **self.settings)
+        run(graph, self.config, self.report, self.input_names, self.inputs, **self.settings)
         self.expand(graph)
 
     def expand(self, graph: Graph) -> None:
@@ -93,12 +100,22 @@ class FusePass(upstream.CustomGraphPass):
         expand_on_cpu(graph)
 
 
-def run(graph: Graph, config: Config, report: GraphReport, input_names: Sequence[str] = (), **settings: bool) -> None:
-    """Run the enabled passes on `graph`, in order; counts, reasons and what happened to the layers go to `report`."""
+def run(
+    graph: Graph,
+    config: Config,
+    report: GraphReport,
+    input_names: Sequence[str] = (),
+    inputs: Sequence[Any] = (),
+    **settings: bool,
+) -> None:
+    """Run the enabled passes on `graph`, in order; counts, reasons and what happened to the layers go to `report`.
+
+    inputs: those of the Dynamo graph, where they are known, and what they are called there.
+    """
     assert graph.owning_module is not None
     recorder, seen = Recorder(graph, input_names), len(report.events)
     with upstream.no_dispatch_modes(), torch.no_grad(), torch.autocast("cpu", enabled=False):
-        facts = {**vars(config), **settings}
+        facts = {**vars(config), **settings, "inputs": inputs}
         for function in PASSES:
             if function is LOWER[0]:  # afterwards a lookup no longer shows how many rows it is for
                 reads = find_reads(graph)

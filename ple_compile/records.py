@@ -10,6 +10,7 @@ import hashlib
 import json
 import logging
 import pathlib
+import re
 import secrets
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -19,12 +20,15 @@ import torch
 
 from ple_compile import upstream
 from ple_compile.json_file import write_json
+from ple_compile.merged_weights import storage_of
 from ple_compile.pipeline import FusePass
 from ple_compile.report import GraphReport
 
-_collectors: list[list[tuple[str, GraphReport]]] = []
+_collectors: list[list["Execution"]] = []
 _regions: list[str] = []
 _warned: set[str] = set()
+# What Dynamo calls a local of the function that it compiled: L['self'], or L['args'][0].
+_LOCAL = re.compile(r"^L\['\w+'\](?:\[\w+\])*\.")
 
 log = logging.getLogger("ple_compile")
 
@@ -44,9 +48,13 @@ class Record:
 def find(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], salt: str) -> Record:
     """The record of a Dynamo graph, named by its nodes, its inputs' metadata, the grad mode and `salt`."""
     described = [str(gm.graph), salt, str(torch.is_grad_enabled()), str(torch.is_inference_mode_enabled())]
+    storages: dict[int, int] = {}
     for x in example_inputs:
         is_tensor = isinstance(x, torch.Tensor)
         described.append(f"{x.dtype} {x.device} {x.shape} {x.stride()}" if is_tensor else str(type(x)))
+        if isinstance(x, torch.nn.Parameter):  # whether it can share its storage with another decides what a pass does
+            place = storages.setdefault(storage_of(x).cdata, len(storages))
+            described.append(f"{place} {x.untyped_storage().nbytes()} {x.storage_offset()} {x.is_inference()}")
     name = hashlib.sha256("\n".join(described).encode()).hexdigest()
     file = pathlib.Path(upstream.cache_dir()) / "ple_compile" / f"{name}.json"
     try:
@@ -104,17 +112,30 @@ def region(name: str) -> Iterator[None]:
         _regions.pop()
 
 
-def executed(report: GraphReport, args: Sequence[Any]) -> None:
-    """Tell whoever collects that a compiled graph runs, in which region, and at which sizes."""
+@dataclass(frozen=True)
+class Execution:
+    """One call of a compiled graph. tensors: the identity of those that a module holds, by their names in it."""
+
+    region: str
+    report: GraphReport
+    tensors: dict[str, int]
+
+
+def executed(report: GraphReport, names: Sequence[str], args: Sequence[Any]) -> None:
+    """Tell whoever collects that a compiled graph runs: in which region, on what, and at which sizes."""
+    if not _collectors:
+        return
+    sizes = {symbol: int(args[found.argument]) for symbol, found in report.symbols.items()}
+    held = {_LOCAL.sub("", name): id(x) for name, x in zip(names, args) if _LOCAL.match(name)}
+    execution = Execution(_regions[-1] if _regions else "", dataclasses.replace(report, sizes=sizes), held)
     for collector in _collectors:
-        sizes = {symbol: int(args[found.argument]) for symbol, found in report.symbols.items()}
-        collector.append((_regions[-1] if _regions else "", dataclasses.replace(report, sizes=sizes)))
+        collector.append(execution)
 
 
 @contextlib.contextmanager
-def collect() -> Iterator[list[tuple[str, GraphReport]]]:
-    """Collect (region, report) of every compiled graph that runs inside, in the order in which they run."""
-    collector: list[tuple[str, GraphReport]] = []
+def collect() -> Iterator[list[Execution]]:
+    """Collect every call of a compiled graph inside, in the order in which they run."""
+    collector: list[Execution] = []
     _collectors.append(collector)
     try:
         yield collector

@@ -14,6 +14,7 @@ from torch import nn
 from ple_compile import accelerate_hooks, records, upstream, whole_graph
 from ple_compile.config import Config, make_config
 from ple_compile.layers import find_ple_layers
+from ple_compile.tables.find import check_is_module
 from ple_compile.tables.scales import check_scales
 
 log = logging.getLogger("ple_compile")
@@ -59,36 +60,39 @@ def compile(model: nn.Module, **config: Any) -> nn.Module:
     Keyword arguments are the fields of `ple_compile.Config`. Calling it again replaces the earlier configuration.
     While a model is compiled, Dynamo's `recompile_limit` is at least 64. A layer whose weights accelerate moves in
     every forward (`device_map` with the CPU or disk) is left alone, with a warning or, with `strict=True`, an error.
-    Raises ValueError for an unknown option, for a quantised table whose scale is missing, zero or NaN, and, with
-    `strict=True`, for a model without a PLE layer; otherwise such a model is returned as it is, with a warning.
+    Raises ValueError for what is no module, for an unknown option, for hash buffers that do not fit together, for a
+    quantised table whose scale is missing, zero or NaN, and, with `strict=True`, for a model without a PLE layer, which
+    is otherwise returned as it is, with a warning. A model for which it raises is not compiled in part.
     """
-    settings = make_config(config)
+    settings, layers = make_config(config), find_ple_layers(model)
+    message = f"{type(model).__name__} has no PLE layer (no module that owns an n-gram table and its hash buffers)"
+    if settings.strict and not layers:
+        raise ValueError(f"ple_compile.compile(strict=True): {message}; pass the model that holds it")
+    check_scales(model)
     restore(model)
-    layers = find_ple_layers(model)
     if not layers:
-        message = f"{type(model).__name__} has no PLE layer (no module that owns an n-gram table and its hash buffers)"
-        if settings.strict:
-            raise ValueError(f"ple_compile.compile(strict=True): {message}; pass the model that holds it")
         log.warning("ple_compile.compile: %s; nothing was compiled", message)
         return model
-    check_scales(model)
-    if settings.strict:
-        _refuse_hooks(layers)
-    replaced, whole = _replace_forwards(model, settings)
-    regions = _regions(model, layers, whole)
-    undo = _Undo(settings, [], replaced)
-    for name, region in regions.items():
-        if _pass_by_hooks(name, region, undo):
-            undo.set(region, "_compiled_call_impl", _compiled_call(region, name, settings))
+    undo = _compiled_models[model] = _Undo(settings, [], None)
+    upstream.raise_recompile_limit(RECOMPILE_LIMIT)
+    try:
+        undo.replaced, whole = _replace_forwards(model, settings)
+        for name, region in _regions(model, layers, whole).items():
+            _compile_region(name, region, undo)
+    except ValueError:
+        restore(model)
+        raise
     if hasattr(model, "get_compiled_call"):
         undo.set(model, "get_compiled_call", _CompiledCallHook(model))
-    _compiled_models[model] = undo
-    upstream.raise_recompile_limit(RECOMPILE_LIMIT)
     return model
 
 
 def restore(model: nn.Module) -> nn.Module:
-    """Undo `compile(model)`; a model that is not compiled is left as it is. Returns the model."""
+    """Undo `compile(model)`; a model that is not compiled is left as it is. Returns the model.
+
+    Raises ValueError for what is no module.
+    """
+    check_is_module(model)
     undo = _compiled_models.pop(model, None)
     if undo is None:
         return model
@@ -109,21 +113,17 @@ def restore(model: nn.Module) -> nn.Module:
     return model
 
 
-def _pass_by_hooks(name: str, region: nn.Module, undo: _Undo) -> bool:
-    """Call the forwards inside a region past accelerate's hooks; False, with a warning, where these have work to do."""
+def _compile_region(name: str, region: nn.Module, undo: _Undo) -> None:
+    """Compile a region, past accelerate's hooks inside it; where these have work to do, warn or raise."""
     idle = accelerate_hooks.idle_inside(region)
     if idle is None:
+        if undo.config.strict:
+            raise ValueError(_at_work(name))
         log.warning(_at_work(name))
-        return False
+        return
     for module in idle:
         undo.set(module, "forward", module._old_forward)
-    return True
-
-
-def _refuse_hooks(layers: dict[str, nn.Module]) -> None:
-    for name, layer in layers.items():
-        if accelerate_hooks.idle_inside(layer) is None:
-            raise ValueError(_at_work(name))
+    undo.set(region, "_compiled_call_impl", _compiled_call(region, name, undo.config))
 
 
 def _at_work(name: str) -> str:
@@ -211,7 +211,9 @@ def _warn_about_gradients(name: str) -> None:
 class _CompiledCallHook:
     """transformers' `get_compiled_call`: the decode step of `generate`, with this backend in the place of Inductor.
 
-    On a copy of a compiled model, which is not compiled, it is the class's own.
+    What a `CompileConfig` says itself is kept: its options, Inductor's where it names Inductor, and where neither they
+    nor the model's configuration have a mode, its mode. All else is as the model was compiled. On a copy of a compiled
+    model, which is not compiled, it is the class's own.
     """
 
     def __init__(self, model: nn.Module):
@@ -221,9 +223,11 @@ class _CompiledCallHook:
         model: Any = self.model
         config = config_of(model)
         chosen = copy.copy(compile_config) if compile_config is not None else model._default_compile_config()
-        if config is not None and chosen.backend == "inductor":
-            options = options_of(config)
+        if config is not None and chosen.backend in ("inductor", "ple"):
+            own = chosen.options or {}
+            if chosen.backend == "inductor":
+                own = {"inductor": {**config.inductor, **own}}
             if config.mode == "default" and chosen.mode is not None:
-                options["mode"] = chosen.mode
-            chosen.backend, chosen.mode, chosen.options = "ple", None, options
+                own = {"mode": chosen.mode, **own}
+            chosen.backend, chosen.mode, chosen.options = "ple", None, {**options_of(config), **own}
         return type(model).get_compiled_call(model, chosen)

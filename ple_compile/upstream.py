@@ -51,6 +51,7 @@ __all__ = [
     "graph_break",
     "guards_hold",
     "is_backed",
+    "is_compiled",
     "is_unbacked",
     "inductor_config",
     "inductor_settings",
@@ -93,6 +94,12 @@ def reset_recompile_limit() -> None:
     global _recompile_limit
     if _recompile_limit is not None:
         dynamo_config.recompile_limit, _recompile_limit = _recompile_limit, None
+
+
+def is_compiled(module: torch.nn.Module) -> bool:
+    """Whether a module itself, not one inside it, was given to `torch.compile`: in whichever of three ways."""
+    compiled_forward = hasattr(vars(module).get("forward"), "get_compiler_config")  # its wrapper has one, too
+    return compiled_forward or module._compiled_call_impl is not None
 
 
 def inductor_settings(patches: dict[str, Any]) -> str:

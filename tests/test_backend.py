@@ -125,10 +125,10 @@ case = Case()
 layer = case.layer()
 options = json.loads(sys.argv[1])
 with torch.no_grad():
-    with records.collect() as graphs:
+    with records.collect() as calls:
         out = torch.compile(case.call, backend="ple", options=options)(layer, *case.inputs(), None)
     assert torch.allclose(out, case.call(layer, *case.inputs(), None), rtol=1e-4, atol=1e-4)
-told = [[{**graph.to_dict(), "sizes": graph.sizes} for _, graph in graphs], counters["ple_compile"]]
+told = [[{**c.report.to_dict(), "sizes": c.report.sizes} for c in calls], counters["ple_compile"]]
 print(json.dumps([told, ple_compile.stats(), counters["aot_autograd"]["autograd_cache_hit"]]))
 """
 

@@ -1,4 +1,6 @@
+import copy
 import dataclasses
+import pickle
 
 import pytest
 
@@ -38,6 +40,15 @@ def test_no_pass_name_contains_another() -> None:
 def test_mistakes_name_field_value_and_remedy(options: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make_config(options)
+    with pytest.raises(ValueError, match=message):
+        Config(**options)
+
+
+def test_a_configuration_is_copied_as_any_dataclass() -> None:
+    config = Config(fuse_gate=False, inductor={"max_autotune": True})
+    assert copy.deepcopy(config) == pickle.loads(pickle.dumps(config)) == dataclasses.replace(config) == config
+    with pytest.raises(ValueError, match="did you mean 'fuse_gate'"):
+        dataclasses.replace(config, fuse_gates=True)
 
 
 def test_mode_becomes_inductors_options() -> None:

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import ple_compile
-from ple_compile import upstream
+from ple_compile import regions, trial_call, upstream
 from tests.ple_cases import Case
 from tests.tiny_models import prompt, shallow_model, tiny_model
 
@@ -104,11 +104,108 @@ def test_a_layer_whose_convolution_is_not_fused_is_not_counted(no_codegen: None)
     assert "0 ran fused" in str(ple_compile.explain(model, prompt(6)))
 
 
-def test_parts_that_dynamo_compiled_alone_name_the_layers_they_may_be(no_codegen: None) -> None:
+def test_layers_that_dynamo_compiled_as_one_are_told_apart(no_codegen: None) -> None:
+    """The decoder layers of a model share one frame, whose graph names neither."""
     model = shallow_model((1, 2))
-    model.compile(backend="ple")
-    text = str(ple_compile.explain(model, prompt(3)))
-    assert "model.layers.0.ple or model.layers.1.ple" in text and "no pass found" not in text
+    model.model.compile(backend="ple")
+    report = ple_compile.explain(model, prompt(3))
+    runs = {run.layer: run for run in report.layer_runs()}
+    assert set(runs) == {layer for layer, _ in report.events()} == {"model.layers.0.ple", "model.layers.1.ple"}
+    assert " or " not in str(report) and "no pass found" not in str(report)
+    for name in PASSES:
+        assert str(report).count(name) == 2
+
+
+def test_a_region_is_named_as_the_explained_model_names_it(no_codegen: None) -> None:
+    model = shallow_model()
+    ple_compile.compile(model.model, indexer=False)
+    report = ple_compile.explain(model, prompt(5))
+    assert [region for region, _ in report.graphs] == ["model.layers.0.ple"]
+
+
+def test_a_cache_that_was_filled_with_gradients(no_codegen: None) -> None:
+    """Its tensors are results of autograd, which refuse to be deep-copied."""
+    model = ple_compile.compile(shallow_model(), strict=True)
+    filled = model(prompt(7), use_cache=True)
+    name = "cache" if "cache" in filled else "past_key_values"
+    state = filled[name].layers[0].conv_states[1]
+    before = state.detach().clone()
+    assert not state.is_leaf
+    assert "1 ran fused" in str(ple_compile.explain(model, torch.tensor([[5]]), **{name: filled[name]}))
+    assert filled[name].layers[0].conv_states[1] is state and torch.equal(state, before) and state.grad_fn is not None
+
+
+def test_copies_keep_what_tensors_share() -> None:
+    made = torch.ones(4, requires_grad=True) * 2
+    others = [torch.ones(4, requires_grad=True) * factor for factor in range(50)]
+    pair, again, *rest = trial_call.copies([{"state": made}, made, *others])
+    assert pair["state"] is again and again is not made and not again.requires_grad
+    assert [copy[0].item() for copy in rest] == list(range(50))
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("gradients", [True, False])
+def test_gradients_are_recorded_where_the_user_trains(no_codegen: None, training: bool, gradients: bool) -> None:
+    layer, (streams, ids, _) = Case().layer().train(training), Case().inputs()
+    with torch.set_grad_enabled(gradients):
+        report = ple_compile.explain(layer, streams, ids, None)
+        assert torch.is_grad_enabled() == gradients
+    recorded = training and gradients
+    assert report.gradients == report.to_dict()["gradients"] == recorded
+    assert ("gradients were recorded" in str(report)) == recorded
+    assert ("0 ran fused" in str(report)) == recorded and ("1 ran fused" in str(report)) != recorded
+
+
+def test_buffers_and_random_numbers_stay_as_they_are(no_codegen: None) -> None:
+    class Counting(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = Case().layer()
+            self.noise = torch.nn.Dropout()
+            self.register_buffer("calls", torch.zeros(1))
+            self.register_buffer("last", torch.zeros(1))
+
+        def forward(self, streams: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+            self.calls += 1
+            self.last = self.calls * 2
+            return self.noise(self.layer(streams, ids, None))
+
+    model, (streams, ids, _) = Counting().train(), Case().inputs()
+    last, generator = model.last, torch.get_rng_state()
+    ple_compile.explain(model, streams, ids)
+    assert model.calls.item() == 0 and model.last is last and last.item() == 0
+    assert torch.equal(torch.get_rng_state(), generator)
+
+
+def test_a_model_that_torch_compile_wrapped_is_reported_as_it_runs(no_codegen: None) -> None:
+    class Layer(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.ple = Case().layer()
+
+        def forward(self, streams: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+            streams = torch.sin(streams)
+            torch._dynamo.graph_break()
+            return streams + self.ple(streams, ids, None)
+
+    streams, ids, _ = Case().inputs()
+    report = ple_compile.explain(torch.compile(Layer().eval(), backend="ple"), streams, ids)
+    assert report.layers == ["_orig_mod.ple"] == sorted({layer for layer, _ in report.events()})
+    assert len(report.graphs) == 2 and "graph breaks" in str(report)
+
+
+def test_a_compiled_model_without_a_compiled_region_stays_compiled(no_codegen: None) -> None:
+    """As where accelerate's hooks keep every PLE layer from being compiled."""
+    model = shallow_model()
+    model.model.layers[0].ple._hf_hook = object()
+    ple_compile.compile(model)
+    ple_compile.explain(model, prompt(5))
+    assert regions.config_of(model) is not None
+
+
+def test_what_cannot_be_called_is_named() -> None:
+    with pytest.raises(ValueError, match="ple_compile.explain: model is 'abc', a str; pass an nn.Module or a function"):
+        ple_compile.explain("abc")
 
 
 def test_the_configuration_that_runs_is_the_one_reported(no_codegen: None) -> None:

@@ -69,11 +69,11 @@ def test_a_declined_pass_is_one_warning(caplog: pytest.LogCaptureFixture, monkey
 
 
 def test_inductors_own_switch_leaves_a_pass_out_and_the_report_says_so(no_codegen: None) -> None:
-    with records.collect() as graphs:
+    with records.collect() as calls:
         actual, expected = run_layer(inductor={"disabled_passes": "fuse_gate"})
     assert torch.allclose(actual, expected, rtol=1e-4, atol=1e-4)
     assert "fuse_gate" not in upstream.counters["ple_compile"]
-    (event,) = [event for _, graph in graphs for event in graph.events if event.pass_name == "fuse_gate"]
+    (event,) = [event for call in calls for event in call.report.events if event.pass_name == "fuse_gate"]
     assert event.status == "not applicable" and "disabled_passes" in event.reason
     assert ple_compile.stats()["ple_executions"] == 0
 

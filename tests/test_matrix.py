@@ -85,11 +85,14 @@ def test_wide_layers_are_probed_with_fewer_channels(model: str, cache: str) -> N
 
 
 def assert_equal(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    """float32: 2e-5 of the largest value. 16 bits: all but one in a thousand (or one) bit-equal to eager of that type.
+
+    The ops round where eager does; what may differ is the order of a sum, in the one product for key and value most of
+    all, and then the rounding of a value in ten thousand. On a CPU all are equal.
+    """
     assert actual.dtype == expected.dtype
+    different = actual != expected
     if actual.dtype.itemsize == 2:
-        # Two ways to run one projection may round differently: 1 value in 100 may be an ulp or two off.
-        different = (actual != expected).float().mean()
-        assert different <= 0.01
+        assert different.sum() <= max(1, different.numel() // 1000)
     else:
-        scale = expected.abs().max().clamp_min(1)
-        assert ((actual - expected).abs().max() / scale) <= 2e-5
+        assert (actual - expected).abs().max() <= 2e-5 * expected.abs().max()

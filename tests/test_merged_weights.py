@@ -5,11 +5,13 @@ import threading
 import pytest
 import torch
 
-from ple_compile import merged_weights
+import ple_compile
+from ple_compile import merged_weights, records
 from ple_compile.ops.kv_proj import kv_proj
 
 transformers = pytest.importorskip("transformers")
 
+from tests.ple_cases import Case  # noqa: E402
 from tests.whole_graph.tiny_qwen4exp import make_model  # noqa: E402
 
 
@@ -53,6 +55,47 @@ def test_the_model_computes_the_same():
         before = model(tokens).logits
         merge_projections(model)
         assert torch.equal(model(tokens).logits, before)
+
+
+def tied_by_a_view(layer):
+    layer.value_proj.weight = torch.nn.Parameter(layer.key_proj.weight.detach()[32:64])
+
+
+def in_a_larger_storage(layer):
+    larger = torch.randn(layer.key_proj.weight.shape[0] + 1, layer.key_proj.weight.shape[1])
+    layer.key_proj.weight = torch.nn.Parameter(larger[:-1])
+
+
+def one_matrix_already(layer):
+    sizes = [layer.key_proj.weight.shape[0], layer.value_proj.weight.shape[0]]
+    both = torch.randn(sum(sizes), layer.key_proj.weight.shape[1])
+    layer.key_proj.weight, layer.value_proj.weight = map(torch.nn.Parameter, both.split(sizes))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("prepare", [None, tied_by_a_view, in_a_larger_storage, one_matrix_already])
+def test_the_report_says_whether_the_weights_are_merged(no_codegen, prepare):
+    case = Case()
+    layer, (streams, ids, _) = case.layer(), case.inputs()
+    if prepare is not None:
+        prepare(layer)
+    before = layer(streams, ids, None)
+    report = ple_compile.explain(layer, streams, ids, None)
+    (event,) = [event for _, event in report.events() if event.pass_name == "merge_kv_proj"]
+    merged = merged_weights.merged_view(layer.key_proj.weight, layer.value_proj.weight) is not None
+    assert merged == (prepare in (None, one_matrix_already)) == (event.status == "matched")
+    assert merged or "the weights cannot share one storage: " in event.reason
+    torch.testing.assert_close(layer(streams, ids, None), before)
+
+
+@pytest.mark.parametrize("prepare", [tied_by_a_view, in_a_larger_storage, one_matrix_already])
+def test_the_report_of_other_storages_is_another_record(prepare):
+    layer = Case().layer()
+    gm = torch.fx.symbolic_trace(lambda key, value: (key, value))
+    plain = records.find(gm, [layer.key_proj.weight, layer.value_proj.weight], "").file
+    assert records.find(gm, [layer.key_proj.weight, layer.value_proj.weight], "").file == plain
+    prepare(layer)
+    assert records.find(gm, [layer.key_proj.weight, layer.value_proj.weight], "").file != plain
 
 
 def test_two_threads_merge_once():

@@ -1,13 +1,14 @@
 """`ple_compile.compile`: every execution of a PLE layer is a compiled one, and the tokens are eager's."""
 
 import copy
+from collections.abc import Callable
 
 import pytest
 import torch
 from transformers import CompileConfig, Qwen4ExpForCausalLM
 
 import ple_compile
-from ple_compile import regions
+from ple_compile import accelerate_hooks, regions
 from tests.tiny_models import generate, prompt, shallow_model, tiny_model
 
 LENGTHS = (1, 2, 5, 8, 9, 10, 13, 24, 33, 70)
@@ -104,6 +105,66 @@ def test_a_model_without_ple(no_codegen: None, caplog: pytest.LogCaptureFixture)
     assert "no PLE layer" in caplog.text
     with pytest.raises(ValueError, match="no PLE layer"):
         ple_compile.compile(model, strict=True)
+
+
+@pytest.mark.parametrize("call", [ple_compile.compile, ple_compile.restore, ple_compile.offload_tables])
+@pytest.mark.parametrize("model", ["abc", None, len, [1]])
+def test_what_is_no_module_is_named(call: Callable, model: object) -> None:
+    with pytest.raises(ValueError, match=f"the model is .*, a {type(model).__name__}; pass the nn.Module that holds"):
+        call(model)
+
+
+FUSED = {"epilogue_fusion": True}
+AUTOTUNED = {"prefetch_distance": 3, "mode": "max-autotune"}
+
+
+@pytest.mark.parametrize(
+    "given, expected",
+    [
+        ({}, {"mode": "reduce-overhead"}),
+        ({"mode": None}, {}),
+        ({"options": {"max_autotune": True}}, {"mode": "reduce-overhead", "inductor": {**FUSED, "max_autotune": True}}),
+        ({"backend": "ple", "mode": None}, {}),
+        ({"backend": "ple", "options": AUTOTUNED}, AUTOTUNED),
+        ({"backend": "ple", "options": {"inductor": {}}, "mode": None}, {"inductor": {}}),
+    ],
+)
+def test_a_compile_config_keeps_its_options(given: dict, expected: dict) -> None:
+    """On a compiled model they are added to its configuration, and win over it."""
+    mine = {"prefetch_distance": 2, "debug": True, "inductor": FUSED}
+    model, config = ple_compile.compile(shallow_model(), **mine), CompileConfig(**given)
+    model.get_compiled_call(config)
+    asked = model._last_compile_config
+    assert (asked.backend, asked.mode) == ("ple", None) and config == CompileConfig(**given)
+    assert ple_compile.Config(**asked.options) == ple_compile.Config(**{**mine, **expected})
+
+
+def test_another_backend_of_a_compile_config_is_left_alone() -> None:
+    model = ple_compile.compile(shallow_model())
+    model.get_compiled_call(CompileConfig(backend="eager", mode=None))
+    assert model._last_compile_config == CompileConfig(backend="eager", mode=None)
+
+
+def test_a_model_that_is_refused_is_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the reason is found after part of it was replaced."""
+    model = shallow_model((1, 2))
+    ple_compile.compile(model)
+    compiled = model.model.layers[0].ple._compiled_call_impl
+    with pytest.raises(ValueError, match="unknown option"):
+        ple_compile.compile(model, fuse_gates=True)
+    assert model.model.layers[0].ple._compiled_call_impl is compiled
+    model.model.layers[1].ple._hf_hook = object()
+    with pytest.raises(ValueError, match=r"inside model.layers.1.ple"):
+        ple_compile.compile(model, strict=True)
+    assert all(module._compiled_call_impl is None and "forward" not in vars(module) for module in model.modules())
+    assert regions.config_of(model) is None and "get_compiled_call" not in vars(model)
+
+
+def test_hooks_are_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    monkeypatch.setattr(accelerate_hooks, "idle_inside", lambda layer: asked.append(layer) or [])
+    model = ple_compile.compile(shallow_model(), strict=True)
+    assert asked == [model.model.layers[0].ple]
 
 
 @torch.no_grad()

@@ -28,3 +28,13 @@ def test_nobody_else_uses_private_modules() -> None:
     allowed = {"upstream.py", "_upstream.py"}
     offenders = [str(p) for p in SOURCES if p.name not in allowed and private.search(p.read_text())]
     assert offenders == []
+
+
+def test_every_way_to_compile_a_module_is_seen() -> None:
+    plain, in_place, forward, disabled = (torch.nn.Linear(2, 2) for _ in range(4))
+    wrapper = torch.compile(plain, backend="eager")
+    in_place.compile(backend="eager")
+    forward.forward = torch.compile(forward.forward, backend="eager")
+    disabled.forward = torch.compiler.disable(disabled.forward)
+    found = [upstream.is_compiled(module) for module in (plain, wrapper, in_place, forward, disabled)]
+    assert found == [False, True, True, True, False]

@@ -160,6 +160,15 @@ def _uncast(node: Node) -> Node:
     return node
 
 
+def check_token_type(tokens: Node) -> None:
+    """Raise ValueError where the tokens are an input of the graph of a type that token ids do not have."""
+    given = tokens
+    while calls(given, CASTS | {aten.where.self}):
+        given = given.args[given.target is aten.where.self]  # what is chosen where the mask is True
+    if given.op == "placeholder" and value(given).dtype not in INTEGERS:
+        raise ValueError(f"input_ids, which are hashed to n-gram ids, are {value(given).dtype}; pass int32 or int64")
+
+
 def _eos_candidates(inside: list[Node]) -> list[int]:
     """The constants that tokens are compared with, then every other one."""
     compared = [n for n in inside if calls(n, {aten.eq.Scalar, aten.eq.Tensor})]

@@ -1,9 +1,12 @@
 """Finding a model's n-gram tables by what they are, not by what they are called."""
 
+import reprlib
 from collections import Counter
 from dataclasses import dataclass
 
 from torch import nn
+
+from ple_compile.tables.hash_buffers import check_hash_buffers
 
 
 @dataclass(frozen=True)
@@ -20,7 +23,12 @@ class Table:
 
 
 def find_tables(model: nn.Module) -> list[Table]:
-    """Every `nn.Embedding` inside a module that owns the buffers of an n-gram hash, in the model's order."""
+    """Every `nn.Embedding` inside a module that owns the buffers of an n-gram hash, in the model's order.
+
+    Raises ValueError for what is no module, and for hash buffers, known by their names, that do not fit together.
+    """
+    check_is_module(model)
+    check_hash_buffers(model)
     found, seen = [], set()
     for owner_name, owner in model.named_modules():
         if not _owns_ngram_hash(owner):
@@ -30,6 +38,15 @@ def find_tables(model: nn.Module) -> list[Table]:
                 seen.add(id(module))
                 found.append(Table(f"{name}.weight" if name else "weight", owner, module))
     return found
+
+
+def check_is_module(model: object) -> None:
+    """Raise ValueError for what is no module."""
+    if not isinstance(model, nn.Module):
+        raise ValueError(
+            f"the model is {reprlib.repr(model)}, a {type(model).__name__}; pass the nn.Module that holds the PLE "
+            "layers"
+        )
 
 
 def _owns_ngram_hash(module: nn.Module) -> bool:

@@ -34,25 +34,35 @@ def released_layer(dtype: torch.dtype, table_rows: int = 100_000) -> Qwen4ExpTex
     return layer.to(dtype)
 
 
+def most_different(merge: bool) -> float:
+    """The share of 16-bit outputs that may not be bit-equal to eager's.
+
+    The ops round where eager does: from the same inputs one output in a thousand may differ, for the order of a sum. In
+    one product for key and value cuBLAS picks another kernel than for two, which rounds otherwise before they start.
+    """
+    return 0.02 if merge else 0.001
+
+
 @torch.no_grad()
+@pytest.mark.parametrize("merge", [True, False])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "autocast"])
 @pytest.mark.parametrize("cache", STATES)
-def test_layer_equals_eager(fresh_dynamo: None, dtype: str, cache: str) -> None:
+def test_layer_equals_eager(fresh_dynamo: None, dtype: str, cache: str, merge: bool) -> None:
     case = Case(dtype=dtype, cache=cache, mask=True, hidden_size=24, batch=3)
     layer = case.layer()
     ours, eagers = (_to_cuda(case, case.new_cache(layer)) for _ in range(2))
     layer = layer.to(CUDA)
     streams, ids, mask = (x.to(CUDA) for x in case.inputs())
-    compiled = torch.compile(case.call, backend="ple", fullgraph=True)
+    compiled = torch.compile(case.call, backend="ple", fullgraph=True, options={"merge_kv_proj": merge})
     with torch.autocast("cuda", torch.bfloat16, enabled=dtype == "autocast"):
         actual = compiled(layer, streams, ids, mask, ours)
         expected = case.call(layer, streams, ids, mask, eagers)
     # Under autocast float32 results hold bf16 products, which two ways to run one GEMM round differently.
     tolerance = 2e-2 if dtype == "autocast" else 2e-5
-    _assert_close(actual, expected, tolerance)
+    _assert_close(actual, expected, merge, tolerance)
     for mine, eager in zip(case.states(ours), case.states(eagers)):
         assert mine.stride() == eager.stride()
-        _assert_close(mine, eager, tolerance)
+        _assert_close(mine, eager, merge, tolerance)
     assert ple_compile.stats()["ple_executions"] == 1
 
 
@@ -63,40 +73,42 @@ def _to_cuda(case: Case, cache: object) -> object:
     return cache
 
 
-def _assert_close(actual: torch.Tensor, expected: torch.Tensor, tolerance: float = 2e-5) -> None:
+def _assert_close(actual: torch.Tensor, expected: torch.Tensor, merge: bool, tolerance: float = 2e-5) -> None:
     assert actual.dtype == expected.dtype
     if actual.dtype.itemsize == 2:
-        assert (actual != expected).float().mean() < 0.02
+        assert (actual != expected).float().mean() <= most_different(merge)
     else:
         assert (actual - expected).abs().max() <= tolerance * expected.abs().max().clamp_min(1)
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("merge", [True, False])
 @pytest.mark.parametrize("tokens", [1, 64, 1000])
-def test_released_widths_without_synchronisation(fresh_dynamo: None, tokens: int) -> None:
+def test_released_widths_without_synchronisation(fresh_dynamo: None, tokens: int, merge: bool) -> None:
     layer = released_layer(torch.bfloat16)
     streams = torch.randn(1, tokens, 10_240, device=CUDA, dtype=torch.bfloat16)
     ids = torch.randint(0, 32_000, (1, tokens), device=CUDA)
     expected = layer(streams, ids, None)
-    compiled = torch.compile(layer.forward, backend="ple", fullgraph=True)
+    compiled = torch.compile(layer.forward, backend="ple", fullgraph=True, options={"merge_kv_proj": merge})
     compiled(streams, ids, None)
     with synchronisation.forbidden():
         actual = compiled(streams, ids, None)
     different = (actual != expected).float().mean().item()
-    assert different < 0.02, different
+    assert different <= most_different(merge), different
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("tokens", [1, 64])
 def test_cuda_graphs_of_inductor(fresh_dynamo: None, tokens: int) -> None:
     layer = released_layer(torch.bfloat16)
-    compiled = torch.compile(layer.forward, backend="ple", mode="reduce-overhead", fullgraph=True)
+    options = {"mode": "reduce-overhead", "merge_kv_proj": False}
+    compiled = torch.compile(layer.forward, backend="ple", fullgraph=True, options=options)
     for step in range(6):
         streams = torch.randn(1, tokens, 10_240, device=CUDA, dtype=torch.bfloat16)
         ids = torch.randint(0, 32_000, (1, tokens), device=CUDA)
         actual = compiled(streams, ids, None).clone()
         expected = layer(streams, ids, None)
-        assert (actual != expected).float().mean() < 0.02, step
+        assert (actual != expected).float().mean() <= most_different(merge=False), step
     assert ple_compile.stats()["ple_executions"] == 6
 
 
