@@ -76,7 +76,8 @@ def _roles(ids: Node, tokens: Node, nodes: list[Node]) -> Iterator[Roles]:
     """
     left = [n for n in open_inputs([ids], {tokens}) if n is not tokens and value(n).dtype in ngram_ids.INTEGERS]
     inside = cone([ids], {tokens})
-    apart = [n for n in inside if n not in depends_on(inside, {tokens})]
+    dependent = depends_on(inside, {tokens})
+    apart = [n for n in inside if n not in dependent]
     integers = [n for n in (*left, *apart) if is_tensor(n) and value(n).dtype in ngram_ids.INTEGERS]
     vectors = [n for n in integers if value(n).dim() == 1]
     remainders = [n for n in nodes if calls(n, ngram_ids.REMAINDERS)]

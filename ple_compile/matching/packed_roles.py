@@ -34,7 +34,7 @@ def find_roles(new: Node, pool: Node, x: Node, slots: Node) -> Iterator[Roles]:
     """
     left = [n for n in open_inputs([new], {pool, x, slots}) if n is not x]
     found = False
-    for roles in (*_given(slots, left), *_computed(new, {pool, x, slots}, slots)):
+    for roles in itertools.chain(_given(slots, left), _computed(new, {pool, x, slots}, slots)):
         found = True
         yield roles
     if not found:
@@ -60,7 +60,8 @@ def _given(slots: Node, left: list[Node]) -> list[Roles]:
 def _computed(new: Node, leaves: set[Node], slots: Node) -> Iterator[Roles]:
     """Vectors on the way to `new` that leave nothing else open; those nearest the inputs first."""
     inside = cone([new], leaves)
-    apart = [n for n in inside if n not in depends_on(inside, leaves - {slots})]
+    dependent = depends_on(inside, leaves - {slots})
+    apart = [n for n in inside if n not in dependent]
     vectors = [n for n in (*open_inputs([new], leaves), *apart) if is_tensor(n) and value(n).dim() == 1]
     integers = [n for n in vectors if value(n).dtype in ngram_ids.INTEGERS]
     all_starts = [n for n in integers if dims(n)[0] == one_more(dims(slots)[0])]
