@@ -256,6 +256,7 @@ def _compare(conv: PackedConv, root: Node, leaves: list[Node], expected, *, exac
     state, bounds = conv.state, Bounds(nodes)
     try:
         every = sizes_of_batches([*leaves, *nodes], state.x, [state.pool, conv.weight])
+        every = [sizes for sizes in every if probe.Probe(sizes).shape(state.pool)[0] > 0]  # slot 0 is always there
         for i, sizes in enumerate(every):
             for kind in range(COMPOSITIONS):
                 for precise in (True, False) if i == 0 else (True,):
@@ -267,6 +268,8 @@ def _compare(conv: PackedConv, root: Node, leaves: list[Node], expected, *, exac
                     same = probe.identical if exact else probe.close if precise else probe.same_rounding
                     if not any(same(actual, one) for one in wanted):
                         raise Declined(f"{root.name} differs from the packed convolution's")
+        if not every:
+            raise probe.Unprobeable(f"no sizes are known at which {state.pool.name} has slots")
     except (probe.Unprobeable, ValueError, IndexError) as reason:
         raise Declined(str(reason)) from None
     bounds.check()

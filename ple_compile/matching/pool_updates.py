@@ -158,7 +158,9 @@ def _write(base: Node, written: Node) -> Write:
             continue
         for put in (n for n in reversed(cone([new], {base})) if calls(n, {aten.index_put.default})):
             before, view = _along(put.args[0], path)
-            if view is not None and all(path_of(rest) == (before, path[:i]) for i, rest in rests.items()):
+            if view is None or dims(view) != dims(new):
+                continue
+            if all(path_of(rest) == (before, path[:i]) for i, rest in rests.items()):
                 return Update(base, before, new, written, view)
     new, _, rests = levels[-1]
     return Write(base, rests.get(0, base), new, written)

@@ -32,7 +32,6 @@ LAYOUTS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor, int], Ten
         lambda states: states.repeat_interleave(2, dim=1),
         lambda states, layer: states.narrow(0, layer, 1).squeeze(0)[::2],
     ),
-    "flat": (lambda states: states.flatten(0, 1), lambda states, layer: states.unflatten(0, (LAYERS, -1))[layer]),
 }
 
 
@@ -70,6 +69,15 @@ def test_one_tensor_of_states(name: str) -> None:
         return (streams + layer(streams, ids, batch, view(states, 2)),)
 
     assert_all_match(run(two_layers, streams, ids, batch, states=make(states)), layers=2)
+
+
+def test_slots_of_all_layers_in_one_dim() -> None:
+    layer, streams, ids, batch, states = arguments()
+
+    def call(streams: Tensor, ids: Tensor, batch: PackedBatch, states: Tensor) -> tuple[Tensor]:
+        return (layer(streams, ids, batch, states.unflatten(0, (LAYERS, -1))[1]),)
+
+    assert_all_match(run(call, streams, ids, batch, states=states.flatten(0, 1)))
 
 
 def test_views_and_flags_made_anew_at_every_use() -> None:
