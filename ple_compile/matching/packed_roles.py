@@ -15,7 +15,7 @@ from ple_compile.matching.candidates import Declined
 from ple_compile.matching.graph import calls, cone, depends_on, dims, is_tensor, open_inputs, value
 from ple_compile.matching.pool_updates import STEPS
 
-MOST_ROLES = 16  # ways to read one update, or one lookup's ids, that are tried
+MOST_ROLES = 6  # ways to read one update, or one lookup's ids, that are tried
 
 Roles = tuple[Node, Node, Node, Node | None]  # starts, slots, flags, accepted
 
@@ -33,10 +33,11 @@ def find_roles(new: Node, pool: Node, x: Node, slots: Node) -> Iterator[Roles]:
     Raises `Declined` where there is none.
     """
     left = [n for n in open_inputs([new], {pool, x, slots}) if n is not x]
-    found = False
+    found: set[Roles] = set()
     for roles in itertools.chain(_given(slots, left), _computed(new, {pool, x, slots}, slots)):
-        found = True
-        yield roles
+        if roles not in found:
+            found.add(roles)
+            yield roles
     if not found:
         names = ", ".join(n.name for n in left)
         raise Declined(
