@@ -165,6 +165,33 @@ def generate_alone(model: ForCausalLM, request: Request) -> list[int]:
             return tokens[len(request.prompt) :]
 
 
+def at_least_one(text: str) -> int:
+    """For argparse: a whole number from 1 on."""
+    try:
+        number = int(text)
+    except ValueError:
+        number = 0
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 1 on")
+    return number
+
+
+def available_device(text: str) -> torch.device:
+    """For argparse: a device that tensors can be made on."""
+    try:
+        return torch.empty(0, device=text).device
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise argparse.ArgumentTypeError(f"{text!r}: {str(error).splitlines()[0]}") from None
+
+
+def known_backend(text: str) -> str:
+    """For argparse: a name that torch.compile knows."""
+    names = sorted(torch.compiler.list_backends(exclude_tags=()))
+    if text not in names:
+        raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(names)}")
+    return text
+
+
 def random_requests(config: Config, count: int, longest_prompt: int, longest_answer: int, seed: int) -> list[Request]:
     rng = random.Random(seed)
     requests = []
@@ -179,15 +206,18 @@ def random_requests(config: Config, count: int, longest_prompt: int, longest_ans
 def main(argv: list[str] | None = None) -> dict[str, int]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--preset", choices=["tiny", "flash_next"], default="tiny")
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--backend", help="torch.compile backend for the PLE layers")
-    parser.add_argument("--requests", type=int, default=12)
-    parser.add_argument("--slots", type=int, default=4)
-    parser.add_argument("--chunk-size", type=int, default=8)
-    parser.add_argument("--longest-prompt", type=int, default=40)
-    parser.add_argument("--longest-answer", type=int, default=20)
+    parser.add_argument("--device", type=available_device, default="cpu")
+    parser.add_argument("--backend", type=known_backend, help="torch.compile backend for the PLE layers")
+    parser.add_argument("--strict", action="store_true", help="with --backend ple: fail where a pass declines")
+    parser.add_argument("--requests", type=at_least_one, default=12)
+    parser.add_argument("--slots", type=at_least_one, default=4, help="requests that run at the same time")
+    parser.add_argument("--chunk-size", type=at_least_one, default=8, help="tokens of a request in one step")
+    parser.add_argument("--longest-prompt", type=at_least_one, default=40)
+    parser.add_argument("--longest-answer", type=at_least_one, default=20)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
+    if args.strict and args.backend != "ple":
+        parser.error("--strict is an option of --backend ple")
 
     torch.manual_seed(args.seed)
     config = tiny() if args.preset == "tiny" else flash_next()
@@ -197,9 +227,10 @@ def main(argv: list[str] | None = None) -> dict[str, int]:
             alone = ForCausalLM(config)
     alone.load_state_dict(model.state_dict(), assign=True)  # the same storage
     if args.backend is not None:
+        options = {"strict": True} if args.strict else None
         for module in model.modules():
             if isinstance(module, PackedPLE):
-                module.compile(backend=args.backend, dynamic=True)
+                module.compile(backend=args.backend, dynamic=True, fullgraph=True, options=options)
 
     server = Server(model, args.slots, args.longest_prompt + args.longest_answer, args.chunk_size)
     requests = random_requests(config, args.requests, args.longest_prompt, args.longest_answer, args.seed)

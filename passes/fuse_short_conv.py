@@ -14,7 +14,7 @@ And, for requests laid end to end whose states lie in a pool [slots, C, W] (x [T
     past = aten.index(pool, [slot, None, column])             # for each older tap
     tap = aten.where(place >= lag, aten.index(x, [token - lag]), aten.where(has_initial_state, past, 0))
     y = aten.where(slot != 0, silu(x * weight[:, 0, -1] + tap * weight[:, 0, ...] + ...), 0)
-    aten.copy_(pool, aten.index_put(pool, [state_indices], ...))
+    aten.copy_(pool, aten.index_put(pool, [state_indices], ...))    # or where `pool` is a view of an input: into that
 Becomes:
     y = ple.packed_short_conv(x, weight, pool, query_start_loc, state_indices, has_initial_state, accepted, dilation)
 
@@ -27,6 +27,9 @@ from torch.fx import Graph
 from ple_compile.matching.candidates import accepted
 from ple_compile.matching.graph import aten, cone, erase_unused, insert
 from ple_compile.matching.packed_conv import find_packed_convs
+from ple_compile.matching.packed_roles import is_view_or_index
+from ple_compile.matching.pool_updates import Update, find_writes
+from ple_compile.matching.repeats import merge_equal
 from ple_compile.matching.short_conv import find_short_convs, verify, verify_rounding
 from ple_compile.matching.taps import find_taps
 from ple_compile.ops.packed_short_conv import packed_short_conv
@@ -52,6 +55,8 @@ def fuse_short_conv(graph: Graph, report: GraphReport) -> int:
 
 def _fuse_packed(graph: Graph, report: GraphReport) -> int:
     count = 0
+    if any(isinstance(write, Update) for write in find_writes(graph)):
+        merge_equal(graph, is_view_or_index)
     for _, conv in accepted(find_packed_convs(graph), "fuse_short_conv", report):
         inside = cone([conv.activated], set(conv.leaves))
         args = (conv.state.x, conv.weight, conv.state.pool, *conv.state.requests, conv.dilation)

@@ -17,6 +17,7 @@ And, for requests laid end to end whose states lie in a pool:
     aten.copy_(pool, aten.index_put(pool, [state_indices], newest columns of normed))
 Becomes:
     out, columns = ple.packed_gate_conv_(..., pool, query_start_loc, ..., boundaries, ...)
+The pool may be a view of an input that holds the states of several layers: the op writes to that input in place.
 
 Neither `gated` nor `normed` is then written to memory. Declines when someone else reads either of them.
 """
@@ -41,7 +42,8 @@ from ple_compile.matching.graph import (
     source,
     value,
 )
-from ple_compile.matching.packed_conv import PackedConv, find_export, find_pool, verify_update
+from ple_compile.matching.packed_conv import PackedConv, Pool, find_export, verify_update
+from ple_compile.matching.pool_updates import Update, find_writes
 from ple_compile.matching.short_conv import COLUMNS, ShortConv, find_state_writes, is_dilated
 from ple_compile.ops.gate import gate as gate_op
 from ple_compile.ops.gate_conv import gate_conv, gate_conv_update, gate_conv_update_
@@ -82,27 +84,66 @@ def merge_gate_conv(graph: Graph, report: GraphReport, *, fuse_short_conv: bool 
     Where there are such (`fuse_short_conv`), a gate that feeds none is told of too.
     """
     count = 0
-    convs = [n for op in (short_conv, packed_short_conv) for n in graph.find_nodes(op="call_function", target=op)]
-    for conv in convs:
-        normed = conv.args[0]
-        if not (calls(normed, {operator.getitem}) and calls(normed.args[0], {gate_op})):
-            continue
-        try:
-            if calls(conv, {packed_short_conv}):
-                _replace_packed(graph, _find_packed(normed.args[0], conv))
-            else:
-                _replace(graph, _find(normed.args[0], conv))
-        except Declined as reason:
-            report.declined("merge_gate_conv", conv, str(reason))
-            continue
-        report.matched("merge_gate_conv", conv)
-        count += 1
+    for conv in graph.find_nodes(op="call_function", target=short_conv):
+        if _reads_gate(conv):
+            try:
+                _replace(graph, _find(conv.args[0].args[0], conv))
+            except Declined as reason:
+                report.declined("merge_gate_conv", conv, str(reason))
+                continue
+            report.matched("merge_gate_conv", conv)
+            count += 1
+    count += _merge_packed(graph, report)
     for gate in graph.find_nodes(op="call_function", target=gate_op) if fuse_short_conv else ():
         reader = _other_reader(gate)
         if reader is not None:
             reason = f"the normed value is read by {reader.name}, not by a dilated convolution"
-            report.declined("merge_gate_conv", reader, reason)
+            report.declined("merge_gate_conv", reader, reason + _why_no_pool(gate))
     return count
+
+
+def _why_no_pool(gate: Node) -> str:
+    """What keeps a reader of packed tokens from being a convolution over a pool of states."""
+    if value(gate.args[0]).dim() != 2:
+        return ""
+    normed = {user for user in gate.users if user.args[1] == 1}
+    for update in (w for w in find_writes(gate.graph) if isinstance(w, Update)):
+        if depends_on(cone([update.new], {update.view}), normed):
+            return (
+                f": the pool {update.view.name} is updated with it, but no activation is computed of that pool, index "
+                "tensors and one weight alone"
+            )
+    return ": no pool of states [slots, channels, window], an input of the graph or a view of one, is updated with it"
+
+
+def _merge_packed(graph: Graph, report: GraphReport) -> int:
+    writes = find_writes(graph)
+    updates = [w for w in writes if isinstance(w, Update)]
+    found: list[PackedGateConv] = []
+    for conv in graph.find_nodes(op="call_function", target=packed_short_conv):
+        if _reads_gate(conv):
+            try:
+                found.append(_find_packed(conv.args[0].args[0], conv, updates))
+            except Declined as reason:
+                report.declined("merge_gate_conv", conv, str(reason))
+    count = 0
+    merged = [each.conv.state.update for each in found]
+    for each, update in zip(found, merged):
+        # The op writes in place: that into one view of an input must not meet a copy that the graph makes of the whole.
+        others = [w.new for w in writes if w.base is update.base and w not in merged]
+        if others:
+            reason = f"another part of {update.base.name} is updated by the graph, at {others[0].name}"
+            report.declined("merge_gate_conv", each.conv.activated, reason)
+            continue
+        _replace_packed(graph, each)
+        report.matched("merge_gate_conv", each.conv.activated)
+        count += 1
+    return count
+
+
+def _reads_gate(conv: Node) -> bool:
+    normed = conv.args[0]
+    return calls(normed, {operator.getitem}) and calls(normed.args[0], {gate_op})
 
 
 def _other_reader(gate: Node) -> Node | None:
@@ -139,31 +180,37 @@ def _find(gate: Node, conv: Node) -> GateConv:
     return GateConv(gate, conv, root, writes, add_hidden)
 
 
-def _find_packed(gate: Node, conv: Node) -> PackedGateConv:
+def _find_packed(gate: Node, conv: Node, updates: list[Update]) -> PackedGateConv:
     gated, normed = _outputs(gate)
     _, weight, pool, *requests, dilation = conv.args
-    copies = [u for u in pool.users if calls(u, {aten.copy_.default}) and u.args[0] is pool]
-    state = find_pool(copies[0]) if len(copies) == 1 else None
-    if state is None or state.x is not normed or list(state.requests) != requests:
+    state = next((Pool(u, normed, *requests) for u in updates if u.view is pool), None)
+    if state is None:
         raise Declined(f"the pool {pool.name} is not updated with the columns that the convolution reads")
     if gate.args[6] is not None:
         raise Declined("a mask lies over the gate")
-    if list(state.new.users) != [state.copy]:
-        raise Declined("the updated pool is read in the graph")
+    reader = next(state.update.other_readers(), None)
+    if reader is not None:
+        raise Declined(f"the pool, or a view that may overlap it, is read by {reader.name} too")
     found = PackedConv(state, weight, dilation, conv)
     verify_update(found)
 
-    inside = {conv, state.copy, *cone([state.new], {pool, normed})}
+    update = state.update
+    inside = {conv, *cone([update.written], {pool, normed, update.before})}
+    inside |= {u for u in pool.users if _writes(u, pool)}
     others = sorted({u for n in (normed, pool) for u in n.users} - inside)
     exported, boundaries = find_export(found, others) if others else (None, None)
     if exported is not None:
         inside |= set(cone([exported], {pool, normed}))
-    interior = depends_on(sorted(inside), {pool, normed}) - {conv, exported}
+    interior = depends_on(sorted(inside), {pool, normed}) - {conv, exported, update.written}
     readers = [u for n in (normed, pool, *sorted(interior)) for u in n.users if u not in inside]
     if readers:
         raise Declined(f"the normed value or the pool is read by {readers[0].name}")
     root, add_hidden = _root(gate, gated, conv)
     return PackedGateConv(gate, found, root, exported, boundaries, add_hidden)
+
+
+def _writes(node: Node, pool: Node) -> bool:
+    return calls(node, {aten.copy_.default}) and node.args[0] is pool
 
 
 def _root(gate: Node, gated: Node, conv: Node) -> tuple[Node, bool]:
@@ -253,8 +300,11 @@ def _replace_packed(graph: Graph, found: PackedGateConv) -> None:
     settings = (eps, eps_tensors, gate_dtype, found.conv.dilation, found.add_hidden, plain)
     args = (*norms, state.pool, *state.requests, found.boundaries, *settings)
     both = insert(graph, found.root, packed_gate_conv_, args)
-    interior = [found.root, state.new]
-    graph.erase_node(state.copy)
+    base, written = state.update.base, state.update.written
+    interior = [found.root, written]
+    written.replace_all_uses_with(base)
+    for copy in [u for u in base.users if _writes(u, base) and u.args[1] is base]:
+        graph.erase_node(copy)
     if found.exported is not None:
         found.exported.replace_all_uses_with(insert(graph, found.root, operator.getitem, (both, 1)))
         interior.append(found.exported)

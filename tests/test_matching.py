@@ -6,7 +6,7 @@ from torch.fx import Graph, Node
 
 from ple_compile.matching.candidates import Declined
 from ple_compile.matching.graph import aten, casts_up_or_keeps, open_inputs, prims
-from ple_compile.matching.packed_conv import _requests
+from ple_compile.matching.packed_roles import find_roles
 
 
 def placeholder(graph: Graph, name: str, tensor: torch.Tensor) -> Node:
@@ -31,10 +31,16 @@ def test_what_a_pool_is_updated_by() -> None:
     slots, accepted, more = (placeholder(graph, name, counts) for name in ("slots", "accepted", "more"))
     starts = placeholder(graph, "starts", torch.ones(4, dtype=torch.int32))
     flags = placeholder(graph, "flags", counts.bool())
-    assert _requests(slots, [starts, flags]) == (starts, slots, flags, None)
-    assert _requests(slots, [accepted, flags, starts]) == (starts, slots, flags, accepted)
-    with pytest.raises(Declined, match="reads starts, flags, accepted, more, not query_start_loc"):
-        _requests(slots, [starts, flags, accepted, more])
+    pool, x = placeholder(graph, "pool", torch.ones(5, 8, 9)), placeholder(graph, "x", torch.ones(7, 8))
+
+    def roles(*others: Node) -> tuple:
+        new = graph.call_function(aten.cat.default, ([pool, x, slots, *others],))
+        return next(find_roles(new, pool, x, slots))
+
+    assert roles(starts, flags) == (starts, slots, flags, None)
+    assert roles(accepted, flags, starts) == (starts, slots, flags, accepted)
+    with pytest.raises(Declined, match="reads starts, flags, accepted, more, and nothing computed of these"):
+        roles(more, accepted, flags, starts)
 
 
 def test_a_size_is_no_input() -> None:

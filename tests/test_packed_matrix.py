@@ -14,6 +14,7 @@ from examples.reference import Config, tiny
 from examples.reference.packed import PackedBatch, PackedPLE
 from ple_compile.config import Config as Options
 from tests.graphs import Traced, passes_backend
+from tests.packed_replays import ReplayedStep
 from tests.test_matrix import assert_equal
 
 ALL_PASSES = {"fuse_short_conv", "fuse_gate", "fuse_ngram_ids", "merge_gate_conv", "merge_kv_proj"}
@@ -223,3 +224,32 @@ def test_debug_names_a_placeholder_in_the_context() -> None:
         with pytest.raises(ValueError, match=r"ngram_context\[1, 0\] is -1"):
             compiled(layer, *arguments)
     assert "ple.checked_context.default" in traced.targets()
+
+
+@pytest.mark.parametrize("expanded", [False, True])
+def test_one_graph_for_any_composition(expanded: bool) -> None:
+    """Two more are Dynamo's, which specialises on sizes of 1: one request, and one token. None comes of a pass."""
+    torch._dynamo.reset()
+    case, traced = Case(accepted=True, boundaries=True), Traced()
+    layer = case.layer()
+    backend = passes_backend(traced, expanded=expanded)
+    compiled = torch.compile(case.call, backend=backend, dynamic=True, fullgraph=True)
+    several = [(3, 1, 4, 2, 8), (3, 5), (1, 1), (2, 0), (1, 1, 1), (0, 0, 9), (4, 5, 0, 7), (1,) * 16, (0,) * 5 + (7,)]
+    graphs = []
+    for lengths in (*several, (7,), (30,), (1,)):
+        with torch.no_grad():
+            compiled(layer, *case.arguments(layer, lengths, 0))
+        graphs.append(len(traced.graphs))
+    assert graphs == [1] * len(several) + [2, 2, 3]
+    assert not traced.declines()
+
+
+@pytest.mark.parametrize("decode", [True, False], ids=["decode", "mixed"])
+def test_changing_contents_in_the_same_tensors(decode: bool) -> None:
+    """What tests/gpu replays a thousand times as a CUDA graph."""
+    torch._dynamo.reset()
+    step, traced = ReplayedStep("cpu", decode=decode), Traced()
+    compiled = torch.compile(step.layer, backend=passes_backend(traced), dynamic=True, fullgraph=True)
+    with torch.no_grad():
+        step.run(lambda: compiled(*step.arguments(step.pool)), 40)
+    assert len(traced.graphs) == 1 and not traced.declines()

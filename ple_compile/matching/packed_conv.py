@@ -3,12 +3,13 @@
     y = silu(convolution of x, with history from the requests' slots of a pool)
     new_pool = index_put(pool, [state_indices], columns of x and of the old slots);  copy_(pool, new_pool)
 
-No convolution op marks it: histories are gathered. The anchor is a pool [slots, C, W], an input of the graph, which is
-overwritten after an `index_put` of itself. The update leads to the roles: its index is `state_indices`, the nearest
-[T, C] tensor that carries everything else is x, and what is left are the other index tensors. From these and one weight
-alone the activation is computed.
+No convolution op marks it: histories are gathered. The anchor is a pool [slots, C, W], an input of the graph or a view
+of one, which is overwritten after an `index_put` of itself (pool_updates.py). The update leads to the roles: its index
+is `state_indices`, the nearest [T, C] tensor that carries everything else is x, and what is left are the other index
+tensors (packed_roles.py). From these and one weight alone the activation is computed.
 """
 
+import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -19,7 +20,6 @@ from ple_compile.matching import ngram_ids, probe
 from ple_compile.matching.bounds import Bounds
 from ple_compile.matching.candidates import Declined
 from ple_compile.matching.graph import (
-    VIEWS,
     aten,
     calls,
     cone,
@@ -27,12 +27,12 @@ from ple_compile.matching.graph import (
     dims,
     is_tensor,
     open_inputs,
-    source,
     tensor_inputs,
     value,
 )
 from ple_compile.matching.packed_batch import draw_slots, draw_starts, sizes_of_batches
-from ple_compile.matching.packed_ids import one_more
+from ple_compile.matching.packed_roles import MOST_ROLES, find_roles
+from ple_compile.matching.pool_updates import Update, find_writes, path_of
 from ple_compile.ops._packed import Requests
 from ple_compile.ops.packed_short_conv import columns_at, short_conv, store_columns
 
@@ -44,8 +44,7 @@ FEW_CHANNELS = 8
 class Pool:
     """A pool of states, its update, and the tensors that say which request is where."""
 
-    pool: Node
-    copy: Node
+    update: Update
     x: Node
     query_start_loc: Node
     state_indices: Node
@@ -53,8 +52,12 @@ class Pool:
     num_accepted_tokens: Node | None
 
     @property
+    def pool(self) -> Node:
+        return self.update.view
+
+    @property
     def new(self) -> Node:
-        return self.copy.args[1]
+        return self.update.new
 
     @property
     def requests(self) -> Requests:
@@ -86,52 +89,51 @@ class PackedConv:
 def find_packed_convs(graph: Graph) -> list[tuple[Node, PackedConv | Declined]]:
     """Every convolution over a pool, verified, or why it is none."""
     found: list[tuple[Node, PackedConv | Declined]] = []
-    for copy in graph.find_nodes(op="call_function", target=aten.copy_.default):
-        pool = copy.args[0]
-        if pool.op != "placeholder" or value(pool).dim() != 3 or not value(pool).dtype.is_floating_point:
-            continue
+    for update in (w for w in find_writes(graph) if isinstance(w, Update)):
         try:
-            state = find_pool(copy)
-            outputs = [] if state is None else _outputs(state)
-            if not outputs:
-                continue  # a pool of something else
-            found.append((copy, _match(state, outputs)))
+            conv = _find(update)
         except Declined as reason:
-            found.append((copy, reason))
+            found.append((update.new, reason))
+        else:
+            if conv is not None:
+                found.append((update.new, conv))
     return found
 
 
-def find_pool(copy: Node) -> Pool | None:
-    """The roles behind a pool's update; None where the pool is not written by request."""
-    pool, new = copy.args
+def _find(update: Update) -> PackedConv | None:
+    """The convolution over an updated pool; None where that is a pool of something else."""
+    x, slots = _columns(update) or (None, None)
+    if x is None or slots is None:
+        return None
+    declined: Declined | None = None
+    for roles in itertools.islice(find_roles(update.new, update.view, x, slots), MOST_ROLES):
+        state = Pool(update, x, *roles)
+        outputs = _outputs(state)
+        if not outputs:
+            continue
+        try:
+            return _match(state, outputs)
+        except Declined as reason:
+            declined = declined or reason
+    if declined is not None:
+        raise declined
+    return None
+
+
+def _columns(update: Update) -> tuple[Node, Node] | None:
+    """(x [T, C], slots) of an update with columns of x; None where the pool is not written by request."""
+    pool, new = update.view, update.new
     channels = dims(pool)[1]
     nodes = cone([new], {pool})
-    writes = [n for n in nodes if calls(n, {aten.index_put.default}) and source(n.args[0], VIEWS) is pool]
+    writes = [n for n in nodes if calls(n, {aten.index_put.default}) and path_of(n.args[0]) == path_of(pool)]
     if not writes or not isinstance(channels, int):
         return None
     indices = [i for i in writes[-1].args[1] if i is not None]
     floats = [n for n in (*reversed(nodes), *open_inputs([new], {pool})) if is_tensor(n)]
     for x in (n for n in floats if value(n).dtype.is_floating_point and dims(n)[1:] == (channels,)):
-        left = open_inputs([new], {pool, x})
-        if any(value(n).dtype.is_floating_point for n in left):
-            continue
-        slots = ngram_ids._uncast(indices[0])
-        left = [n for n in open_inputs([new], {pool, x, slots}) if n is not x]
-        return Pool(pool, copy, x, *_requests(slots, left))
+        if not any(value(n).dtype.is_floating_point for n in open_inputs([new], {pool, x})):
+            return x, ngram_ids._uncast(indices[0])
     return None
-
-
-def _requests(slots: Node, left: list[Node]) -> tuple[Node, Node, Node, Node | None]:
-    # What is only indexed by request may have a size of its own in the graph: the op's check makes it theirs.
-    count = dims(slots)
-    flags = [n for n in left if value(n).dtype == torch.bool and value(n).dim() == 1]
-    integers = [n for n in left if value(n).dtype in ngram_ids.INTEGERS and value(n).dim() == 1]
-    starts = [n for n in integers if dims(n)[0] == one_more(count[0])]
-    accepted = [n for n in integers if n not in starts]
-    if len(count) != 1 or len(starts) != 1 or len(flags) != 1 or len(accepted) > 1 or len(left) > 2 + len(accepted):
-        names = ", ".join(n.name for n in left)
-        raise Declined(f"the pool's update reads {names}, not query_start_loc, has_initial_state and accepted tokens")
-    return starts[0], slots, flags[0], accepted[0] if accepted else None
 
 
 def _outputs(state: Pool) -> list[Node]:
@@ -142,12 +144,16 @@ def _outputs(state: Pool) -> list[Node]:
     weights = {n for n in inputs if _is_weight(n, channels)}
     reached = {*state.leaves, *weights}
     for node in graph.nodes:
-        if node.op == "call_function" and node is not state.copy and is_tensor(node):
+        if node.op == "call_function" and not _mutates(node) and is_tensor(node):
             if all(n in reached for n in tensor_inputs(node)):
                 reached.add(node)
     nodes = [n for n in graph.nodes if n in reached]
     mixed = depends_on(nodes, {state.pool}) & depends_on(nodes, weights)
-    return sorted(n for n in mixed if any(u not in reached and u is not state.copy for u in n.users))
+    return sorted(n for n in mixed if any(u not in reached and not _mutates(u) for u in n.users))
+
+
+def _mutates(node: Node) -> bool:
+    return calls(node, {aten.copy_.default})
 
 
 def _is_weight(node: Node, channels: int) -> bool:
@@ -250,6 +256,7 @@ def _compare(conv: PackedConv, root: Node, leaves: list[Node], expected, *, exac
     state, bounds = conv.state, Bounds(nodes)
     try:
         every = sizes_of_batches([*leaves, *nodes], state.x, [state.pool, conv.weight])
+        every = [sizes for sizes in every if probe.Probe(sizes).shape(state.pool)[0] > 0]  # slot 0 is always there
         for i, sizes in enumerate(every):
             for kind in range(COMPOSITIONS):
                 for precise in (True, False) if i == 0 else (True,):
@@ -261,6 +268,8 @@ def _compare(conv: PackedConv, root: Node, leaves: list[Node], expected, *, exac
                     same = probe.identical if exact else probe.close if precise else probe.same_rounding
                     if not any(same(actual, one) for one in wanted):
                         raise Declined(f"{root.name} differs from the packed convolution's")
+        if not every:
+            raise probe.Unprobeable(f"no sizes are known at which {state.pool.name} has slots")
     except (probe.Unprobeable, ValueError, IndexError) as reason:
         raise Declined(str(reason)) from None
     bounds.check()

@@ -1,9 +1,10 @@
 """Find the n-gram ids of packed requests: as in ngram_ids.py, over a batch dimension that holds every request's tokens.
 
 What is left when the tables and the tokens are found is `query_start_loc` [R + 1] and the context [R or more, N - 1],
-which their shapes tell apart.
+which their shapes tell apart. Both may be computed in the graph, of lengths and of a table of tokens.
 """
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -14,9 +15,12 @@ from ple_compile.matching import ngram_ids, probe
 from ple_compile.matching.candidates import Declined
 from ple_compile.matching.graph import calls, cone, depends_on, dims, is_tensor, open_inputs, outside_reader, value
 from ple_compile.matching.packed_batch import draw_starts, sizes_of_batches
+from ple_compile.matching.packed_roles import MOST_ROLES, one_more, reached
 
 MOST_RUNS = 64
 CHEAP = 12  # runs at every other size
+
+Roles = tuple[Node, Node, Node, Node, Node, Node]
 
 
 @dataclass(frozen=True)
@@ -42,7 +46,7 @@ def match(ids: Node) -> PackedIds:
     nodes = cone([ids], set())
     reason = f"{ids.name} differs from n-gram ids of packed requests at every token cut"
     for tokens in _token_cuts(ids, nodes):
-        for leaves in _roles(ids, tokens, nodes):
+        for leaves in itertools.islice(_roles(ids, tokens, nodes), MOST_ROLES):
             inside = cone([ids], set(leaves))
             for eos in ngram_ids._eos_candidates(inside):
                 candidate = PackedIds(ids, *leaves, eos)
@@ -65,32 +69,31 @@ def _token_cuts(ids: Node, nodes: list[Node]) -> Iterator[Node]:
                 yield node
 
 
-def _roles(ids: Node, tokens: Node, nodes: list[Node]) -> Iterator[tuple[Node, Node, Node, Node, Node, Node]]:
-    """(tokens, query_start_loc, context, multipliers, sizes, offsets), where what is left fits these roles."""
-    left = [n for n in open_inputs([ids], {tokens}) if n is not tokens]
-    if any(value(n).dtype not in ngram_ids.INTEGERS for n in left):
-        return
-    matrices = [n for n in left if value(n).dim() == 2]
-    vectors = [n for n in left if value(n).dim() == 1]
-    if len(matrices) != 1 or len(matrices) + len(vectors) != len(left):
-        return
-    (context,) = matrices
-    before = dims(context)[1]
+def _roles(ids: Node, tokens: Node, nodes: list[Node]) -> Iterator[Roles]:
+    """(tokens, query_start_loc, context, multipliers, sizes, offsets) that leave nothing else open.
+
+    Starts and context are inputs of the graph, or what it computes of others; those nearest the inputs come first.
+    """
+    left = [n for n in open_inputs([ids], {tokens}) if n is not tokens and value(n).dtype in ngram_ids.INTEGERS]
+    inside = cone([ids], {tokens})
+    dependent = depends_on(inside, {tokens})
+    apart = [n for n in inside if n not in dependent]
+    integers = [n for n in (*left, *apart) if is_tensor(n) and value(n).dtype in ngram_ids.INTEGERS]
+    vectors = [n for n in integers if value(n).dim() == 1]
     remainders = [n for n in nodes if calls(n, ngram_ids.REMAINDERS)]
-    sizes = set(open_inputs([n.args[1] for n in remainders], {tokens})) & set(vectors)
-    hashed = set(open_inputs([n.args[0] for n in remainders], {tokens})) & set(vectors) - sizes
-    offsets = set(vectors) - sizes - hashed
-    if len(sizes) != 1 or len(offsets) != 1 or len(hashed) != 2:
+    under = {i: open_inputs([n.args[i] for n in remainders], {tokens}) for i in (0, 1)}
+    sizes = [n for n in under[1] if n in vectors]
+    offsets = [n for n in left if n in vectors and n not in under[0] and n not in under[1]]
+    if len(sizes) != 1 or len(offsets) != 1:
         return
-    for multipliers in sorted(hashed):
-        (starts,) = hashed - {multipliers}
-        if dims(multipliers)[0] == one_more(before):
-            yield tokens, starts, context, multipliers, min(sizes), min(offsets)
-
-
-def one_more(size: int | tuple[int, ...]) -> int | tuple[int, ...]:
-    """The size, as `dims` gives it, that is one larger."""
-    return size + 1 if isinstance(size, int) else tuple(n + 1 for n in size)
+    for context in (n for n in integers if value(n).dim() == 2):
+        for multipliers in (n for n in left if n in vectors and dims(n)[0] == one_more(dims(context)[1])):
+            for starts in vectors:
+                # What is only indexed by request may have a size of its own in the graph.
+                fits = starts in left and context in left or dims(starts)[0] == one_more(dims(context)[0])
+                leaves = {tokens, starts, context, multipliers, sizes[0], offsets[0]}
+                if fits and len(leaves) == 6 and not open_inputs([ids], leaves) and reached(ids, leaves) == leaves:
+                    yield tokens, starts, context, multipliers, sizes[0], offsets[0]
 
 
 def _unread_inside(candidate: PackedIds, inside: list[Node]) -> PackedIds:

@@ -1,4 +1,4 @@
-"""Layers of one graph repeat each other: what was found out about a part of it holds for every equal part."""
+"""Parts of a graph repeat each other: what was found out about one holds for every equal one, and some are made one."""
 
 import weakref
 from collections.abc import Callable, Hashable, Iterable
@@ -21,6 +21,17 @@ def asked_once(graph: Graph, question: Hashable, ask: Callable[[], Answer]) -> A
     if question not in known:
         known[question] = ask()
     return known[question]
+
+
+def merge_equal(graph: Graph, admits: Callable[[Node], bool]) -> None:
+    """Let the first of several equal calls that `admits` accepts stand for the others."""
+    first: dict[Hashable, Node] = {}
+    for node in list(graph.nodes):
+        if node.op == "call_function" and is_tensor(node) and admits(node):
+            known = first.setdefault((node.target, repr((node.args, node.kwargs))), node)
+            if known is not node:
+                node.replace_all_uses_with(known)
+                graph.erase_node(node)
 
 
 def signature(nodes: Iterable[Node], *roles: Any) -> Hashable:

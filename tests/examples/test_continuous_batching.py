@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+import ple_compile
 from examples.continuous_batching import Piece, Request, main
 from examples.reference import tiny
 from examples.reference.packed import PackedPLE
@@ -18,6 +19,33 @@ def test_tokens_equal_one_request_at_a_time(options, capsys):
     assert result["requests"] == 12 and result["tokens"] > 50
     assert result["mixed"] > 5 and result["decode"] > 5
     assert "all equal" in capsys.readouterr().out
+
+
+def test_every_layer_runs_fused(fresh_dynamo):
+    """The whole backend in strict mode; tests/gpu does the same with decode steps in CUDA graphs."""
+    result = main(["--backend", "ple", "--strict", "--requests", "6", "--seed", "1"])
+    assert ple_compile.stats()["ple_executions"] == result["mixed"] + result["decode"]
+
+
+WRONG = {
+    ("--slots", "0"): "argument --slots: '0' is no whole number from 1 on",
+    ("--chunk-size", "0"): "argument --chunk-size: '0' is no whole number from 1 on",
+    ("--chunk-size", "-3"): "argument --chunk-size: '-3' is no whole number from 1 on",
+    ("--requests", "many"): "argument --requests: 'many' is no whole number from 1 on",
+    ("--longest-prompt", "0"): "argument --longest-prompt: '0' is no whole number from 1 on",
+    ("--longest-answer", "1.5"): "argument --longest-answer: '1.5' is no whole number from 1 on",
+    ("--device", "toaster"): "argument --device: 'toaster': ",
+    ("--backend", "pie"): "argument --backend: 'pie' is none of",
+    ("--strict",): "--strict is an option of --backend ple",
+    ("--preset", "large"): "argument --preset: invalid choice: 'large'",
+}
+
+
+@pytest.mark.parametrize("arguments", WRONG, ids=" ".join)
+def test_wrong_arguments_are_named(arguments, capsys):
+    with pytest.raises(SystemExit):
+        main(list(arguments))
+    assert WRONG[arguments] in capsys.readouterr().err
 
 
 def test_comparison_notices_a_stale_slot(monkeypatch):
