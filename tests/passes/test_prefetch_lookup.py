@@ -431,6 +431,7 @@ def test_the_transformers_model():
     assert_expected("prefetch_lookup.transformers", outline(found.graphs[0].graph))
 
 
+@pytest.mark.skipif(torch.__version__ < "2.12", reason="control_deps runs in generated code only, not in eager PyTorch")
 def test_debug_checks_the_ids_before_the_lookup_starts():
     model = offloaded(2)
     found, actual, expected = traced(model, *model.inputs(), debug=True)
