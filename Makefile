@@ -4,7 +4,12 @@ TORCH ?= torch>=2.11
 VENV := .venv
 RUN := $(VENV)/bin/python
 
-.PHONY: quickstart test lint docs
+# The oldest supported releases, in an environment of their own; OLDEST_TESTS are those of what upstream decides.
+OLDEST := torch==2.11.0 triton==3.6.0 transformers==5.17.0
+OLDEST_TESTS ?= tests/test_upstream.py tests/test_backend.py tests/test_host_tables.py tests/test_regions.py \
+	tests/test_matrix.py tests/whole_graph/test_indexer.py
+
+.PHONY: quickstart test test-oldest lint docs
 
 $(VENV)/ready: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -22,6 +27,15 @@ quickstart: $(VENV)/ready
 
 test: $(VENV)/tools
 	$(RUN) -m pytest -n 2 --dist worksteal
+
+.oldest/tools: pyproject.toml
+	$(PYTHON) -m venv .oldest
+	.oldest/bin/pip install --quiet --upgrade pip
+	.oldest/bin/pip install --quiet $(OLDEST) --editable ".[test]"
+	touch $@
+
+test-oldest: .oldest/tools
+	.oldest/bin/python -m pytest -n 2 --dist worksteal $(OLDEST_TESTS)
 
 lint: $(VENV)/tools
 	$(RUN) -m ruff check .

@@ -8,7 +8,7 @@ Matches:
     gated = gate * aten.unsqueeze(value, -2)                  # value [B, S, H]
     normed = norm(gated) * (1 + norm_conv_weight)
     gated, normed = gated * mask, normed * mask               # where the model masks both
-with weights in the place of one more than them too; in any spelling
+with weights in the place of one more than them too; in any spelling, stream by stream too
 Becomes:
     gated, normed = ple.gate(key, value, hidden, weights..., mask, eps, ...)
 

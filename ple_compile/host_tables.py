@@ -13,7 +13,7 @@ made anew when the parameter's memory changes; memory that is not page-locked is
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,7 +66,9 @@ def take_over(gm: GraphModule, example_inputs: list[Any], config: Config) -> lis
     looked_up = {i: _host_lookups(node, table) for i, (node, table) in enumerate(zip(placeholders, example_inputs))}
     looked_up = {i: lookups for i, lookups in looked_up.items() if lookups}
     candidates = _among_themselves(looked_up)
-    page_locked = {i for i in candidates if _page_locked(placeholders[i], example_inputs[i], config)}
+    with pinning.all_or_none() as page_lock:
+        lock = page_lock if config.offload else None
+        page_locked = {i for i in candidates if _page_locked(placeholders[i], example_inputs[i], lock)}
     candidates = _among_themselves({i: candidates[i] for i in page_locked})
     for index in looked_up.keys() - candidates.keys():
         if pinning.is_page_locked(example_inputs[index]) and _first_word_about(placeholders[index].name):
@@ -238,11 +240,12 @@ def _traced(node: Any) -> Any:
     return node.meta["example_value"]
 
 
-def _page_locked(node: Any, table: Tensor, config: Config) -> bool:
+def _page_locked(node: Any, table: Tensor, lock: Callable[[Tensor, str], None] | None) -> bool:
+    """Whether a table is page-locked, or is now by `lock`."""
     if pinning.is_page_locked(table):
         return True
-    if config.offload:
-        pinning.page_lock(table, node.name)
+    if lock is not None:
+        lock(table, node.name)
         return True
     if _first_word_about(node.name):
         log.warning(

@@ -1,5 +1,6 @@
-"""Small JSON files that other processes may read while they are written."""
+"""Small JSON files that other processes may read while they are written, each with a checksum of what it holds."""
 
+import hashlib
 import json
 import os
 import pathlib
@@ -13,8 +14,30 @@ def write_json(file: pathlib.Path, data: Any) -> None:
     handle, partial = tempfile.mkstemp(dir=file.parent)
     try:
         with os.fdopen(handle, "w") as out:
-            json.dump(data, out, indent=1)
+            out.write(with_checksum(data))
         os.replace(partial, file)
     except BaseException:
         pathlib.Path(partial).unlink(missing_ok=True)
         raise
+
+
+def with_checksum(data: Any) -> str:
+    """The text of a file that holds `data`."""
+    return json.dumps({"sha256": _checksum(data), "data": data}, indent=1)
+
+
+def read_json(file: pathlib.Path) -> Any:
+    """What a file with such a text holds. Raises OSError where it cannot be read, ValueError where it is damaged."""
+    try:
+        found = json.loads(file.read_bytes())
+        data = found["data"]
+        whole = found["sha256"] == _checksum(data)
+    except (ValueError, LookupError, TypeError, RecursionError):
+        whole = False
+    if not whole:
+        raise ValueError("it is damaged")
+    return data
+
+
+def _checksum(data: Any) -> str:
+    return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()

@@ -7,7 +7,6 @@ file, so that counters, `explain` and `stats` say the same as at the first compi
 import contextlib
 import dataclasses
 import hashlib
-import json
 import logging
 import pathlib
 import re
@@ -19,7 +18,7 @@ from typing import Any
 import torch
 
 from ple_compile import upstream
-from ple_compile.json_file import write_json
+from ple_compile.json_file import read_json, write_json
 from ple_compile.merged_weights import storage_of
 from ple_compile.pipeline import FusePass
 from ple_compile.report import GraphReport
@@ -58,7 +57,7 @@ def find(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], salt: str) -> 
     name = hashlib.sha256("\n".join(described).encode()).hexdigest()
     file = pathlib.Path(upstream.cache_dir()) / "ple_compile" / f"{name}.json"
     try:
-        data = json.loads(file.read_text())
+        data = read_json(file)
         return Record(file, data["nonce"], GraphReport.from_dict(data))
     except (OSError, ValueError, KeyError, TypeError):
         return Record(file, secrets.token_hex(8), None)

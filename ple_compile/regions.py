@@ -79,11 +79,11 @@ def compile(model: nn.Module, **config: Any) -> nn.Module:
         undo.replaced, whole = _replace_forwards(model, settings)
         for name, region in _regions(model, layers, whole).items():
             _compile_region(name, region, undo)
-    except ValueError:
+        if hasattr(model, "get_compiled_call"):
+            undo.set(model, "get_compiled_call", _CompiledCallHook(model))
+    except BaseException:
         restore(model)
         raise
-    if hasattr(model, "get_compiled_call"):
-        undo.set(model, "get_compiled_call", _CompiledCallHook(model))
     return model
 
 

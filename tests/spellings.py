@@ -309,6 +309,11 @@ def _(x, weight, width, eps):
     return ((groups * torch.rsqrt(squares / width + eps)).flatten(-2) * (1 + wide(weight))).to(x.dtype)
 
 
+@spelling("norm", "rounded before its weight")
+def _(x, weight, width, eps):
+    return F.rms_norm(x.unflatten(-1, (-1, width)), (width,), None, eps).flatten(-2) * (1 + weight)
+
+
 @spelling("norm", "w in the place of 1 + w")
 def _(x, weight, width, eps):
     normed = F.rms_norm(x.unflatten(-1, (-1, width)), (width,), None, eps)
@@ -318,7 +323,7 @@ def _(x, weight, width, eps):
 @spelling("norm", "one for each stream")
 def _(x, weight, width, eps):
     parts = zip(x.split(width, -1), weight.split(width))
-    return torch.cat([F.rms_norm(part, (width,), 1 + own, eps) for part, own in parts], -1)
+    return torch.cat([F.rms_norm(wide(part), (width,), 1 + wide(own), eps).to(x.dtype) for part, own in parts], -1)
 
 
 def wide(x: Tensor) -> Tensor:
@@ -356,6 +361,12 @@ def _(key, query):
 @spelling("dot", "a mean of products")
 def _(key, query):
     return (key * query).mean(-1, keepdim=True) * key.shape[-1] ** 0.5
+
+
+@spelling("dot", "stream by stream, stacked")
+def _(key, query):
+    dots = [(key[:, :, stream] * query[:, :, stream]).sum(-1) for stream in range(key.shape[2])]
+    return torch.stack(dots, -1) / key.shape[-1] ** 0.5
 
 
 # root: signed
@@ -421,6 +432,12 @@ def _(scores, value, streams):
 def _(scores, value, streams):
     opening = torch.sigmoid(scores.view(*value.shape[:2], streams, 1)).expand(-1, -1, -1, value.shape[-1])
     return opening.flatten(-2) * value.repeat(1, 1, streams)
+
+
+@spelling("product", "stream by stream, joined")
+def _(scores, value, streams):
+    by_stream = scores.view(*value.shape[:2], streams, 1).unbind(2)
+    return torch.cat([torch.sigmoid(score) * value for score in by_stream], -1)
 
 
 @spelling("product", "a sigmoid by hand")

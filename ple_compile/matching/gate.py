@@ -4,11 +4,13 @@
 
 The anchor is the sigmoid. Roles follow from data flow: the two norms above it are key and query, the norm below is the
 convolution's, of what is gated; the value is what else went into that; each weight follows the norm that it scales.
+A model may compute its streams one by one, from parts of these tensors, and join what it gets: then the sigmoids and
+norms of all streams are taken together.
 """
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -36,15 +38,14 @@ from ple_compile.matching.graph import (
     tensor_inputs,
     value,
 )
-from ple_compile.matching.norms import MOST_STEPS, PRODUCERS, Norm, find_norms, norms_above
+from ple_compile.matching.norms import MOST_STEPS, PRODUCERS, Norm, by_owner, find_norms, norms_above
 from ple_compile.matching.repeats import asked_once, signature
+from ple_compile.matching.streams import STREAM_OPS, are_streams, joined, owner
 from ple_compile.ops.gate import stages
 
 REDUCTIONS = {aten.mean.dim, aten.sum.dim_IntList}
-PARTS = {aten.select.int, aten.slice.Tensor}
 SCALES = (1e-3, 1e-9, 30.0)  # of key and value: dot products above and below the bound, and mean squares near eps
 ROUNDED_GATES = 384  # a spelling that rounds elsewhere changes at least 3 gates in 100
-BY_STREAM = "each stream is gated by itself, not all streams of a token at once"
 
 
 @dataclass(frozen=True)
@@ -94,11 +95,16 @@ def find_gates(graph: Graph) -> list[tuple[Node, Gate | Declined]]:
     """
     norms = {norm.source: norm for norm in find_norms(graph)}
     roots = {node: _sigmoids_below(node) for node in graph.nodes if _is_root_of_magnitude(node)}
-    found: list[tuple[Node, Gate | Declined]] = []
+    sigmoids: dict[Hashable, list[Node]] = {}
+    above: dict[Hashable, dict[Node, Norm]] = {}
     for sigmoid in graph.find_nodes(op="call_function", target=aten.sigmoid.default):
-        above = norms_above(sigmoid)
-        if any(sigmoid in below for below in roots.values()) or _is_one_per_group(sigmoid, above):
-            found.append((sigmoid, _match(sigmoid, above, norms)))
+        own = norms_above(sigmoid)
+        if any(sigmoid in below for below in roots.values()) or _is_one_per_group(sigmoid, own):
+            normed = frozenset(owner(norm.source) for norm in own)
+            gate = normed if len(normed) == 2 else sigmoid
+            sigmoids.setdefault(gate, []).append(sigmoid)
+            above.setdefault(gate, {}).update({norm.source: norm for norm in own})
+    found = [(nodes[0], _match(nodes, list(above[gate].values()), norms)) for gate, nodes in sigmoids.items()]
     no_sigmoid = Declined("no sigmoid follows the root of a magnitude, as in a PLE gate")
     return found + [(root, no_sigmoid) for root, below in roots.items() if not below and len(norms_above(root)) > 1]
 
@@ -126,17 +132,17 @@ def _sigmoids_below(node: Node) -> list[Node]:
     """Sigmoids of something computed elementwise from `node`."""
     seen, stack = {node}, [node]
     while stack and len(seen) < MOST_STEPS:
-        new = [u for u in stack.pop(0).users if u not in seen and (is_pointwise(u) or calls(u, LAYOUT))]
+        new = [u for u in stack.pop(0).users if u not in seen and (is_pointwise(u) or calls(u, LAYOUT | STREAM_OPS))]
         seen.update(new)
         stack += [u for u in new if not calls(u, {aten.sigmoid.default})]
     return [n for n in seen if calls(n, {aten.sigmoid.default})]
 
 
-def _match(sigmoid: Node, above: list[Norm], norms: dict[Node, Norm]) -> Gate | Declined:
-    """The gate around a sigmoid with the norms `above` it, or why the reading of it that comes closest is none."""
+def _match(sigmoids: list[Node], above: list[Norm], norms: dict[Node, Norm]) -> Gate | Declined:
+    """The gate around sigmoids with the norms `above` them, or why the reading of it that comes closest is none."""
     reasons: list[Declined] = []
     try:
-        for gate in _readings(sigmoid, above, norms):
+        for gate in _readings(sigmoids, above, norms):
             try:
                 _verify(gate)
                 return gate
@@ -147,26 +153,28 @@ def _match(sigmoid: Node, above: list[Norm], norms: dict[Node, Norm]) -> Gate | 
     return max(reasons, key=lambda reason: reason.stage)
 
 
-def _readings(sigmoid: Node, above: list[Norm], norms: dict[Node, Norm]) -> Iterator[Gate]:
+def _readings(sigmoids: list[Node], above: list[Norm], norms: dict[Node, Norm]) -> Iterator[Gate]:
     """Gates by role: with norms that multiply by one more than their weights, and with norms that multiply by them."""
-    if len(above) != 2:
+    normed_above = by_owner(above)
+    if len(normed_above) != 2:
         raise Declined(f"{len(above)} norms feed the gate, not that of one key and that of the hidden state")
-    product, conv_norm = _norm_below(sigmoid, norms)
+    product, conv_norms = _normed_below(sigmoids, norms)
+    conv_norm = conv_norms[0]
     hidden_size = dims(conv_norm.squared)[-1]
-    conv_weight, conv_scale, normed = _scaled(conv_norm, product)
+    conv_weight, conv_scale, normed = _scaled(conv_norms, product)
     width = value(conv_weight).numel()
     if not isinstance(hidden_size, int) or not isinstance(width, int) or width % hidden_size:
         raise Declined("the number of streams or the hidden size is symbolic, or they do not divide the norm's weight")
     layout = (width // hidden_size, hidden_size)
-    leading = _leading(dims(conv_norm.squared), layout)
-    scores = dims(sigmoid)[len(leading) :]
-    if not all(isinstance(size, int) for size in scores) or math.prod(scores) != layout[0]:
-        raise Declined(BY_STREAM)
-    key, hidden = (_laid_out(norm, leading, layout) for norm in above)
+    leading = dims(conv_norm.squared)[:-1] if len(conv_norms) > 1 else _leading(dims(conv_norm.squared), layout)
+    scores = [size for sigmoid in sigmoids for size in dims(sigmoid)[len(leading) :]]
+    if not all(isinstance(size, int) for size in scores) or _num_scores(sigmoids, leading) != layout[0]:
+        raise Declined("the sigmoids are not one value for each token and stream")
+    key, hidden = (_laid_out(node, leading, layout) for node, _ in normed_above)
     value_leaf = _value(product, {key, hidden}, leading + layout[1:])
     if _shares_producer(hidden, value_leaf) and not _shares_producer(key, value_leaf):
-        above, key, hidden = above[::-1], hidden, key
-    weights = _weights(sigmoid, key, hidden, width)
+        normed_above, key, hidden = normed_above[::-1], hidden, key
+    weights = _weights(sigmoids, key, hidden, width)
     leaves = {value_leaf, key, hidden, *weights, conv_weight}
     inside = set(cone([normed], leaves))
     gated = _read_layouts(product, inside, leading, layout)
@@ -176,62 +184,86 @@ def _readings(sigmoid: Node, above: list[Norm], norms: dict[Node, Norm]) -> Iter
         gated, normed = [n for m in masks[:-1] for n in m[1]], masks[-1][1][0]
     else:
         mask = None
-    eps = (*(norm.eps for norm in above), conv_norm.eps)
+    eps = (*(of_it[0].eps for _, of_it in normed_above), conv_norm.eps)
     gate = Gate(
-        sigmoid, product, key, value_leaf, hidden, (*weights, conv_weight), eps, mask, tuple(gated), normed, leading
+        sigmoids[0], product, key, value_leaf, hidden, (*weights, conv_weight), eps, mask, tuple(gated), normed, leading
     )
     yield gate
-    nodes = cone([sigmoid], {key, hidden})
+    nodes = cone(sigmoids, {key, hidden})
     scales = (*(_scale(weight, nodes) for weight in weights), conv_scale)
     if all(value(scale).numel() == width for scale in scales):
         yield dataclasses.replace(gate, weights=scales, plain=True)
 
 
-def _norm_below(sigmoid: Node, norms: dict[Node, Norm]) -> tuple[Node, Norm]:
-    """(the nearest thing below a sigmoid that is normed, its norm)"""
+def _num_scores(sigmoids: list[Node], leading: tuple) -> int:
+    return sum(math.prod(dims(sigmoid)[len(leading) :]) for sigmoid in sigmoids)
+
+
+def _normed_below(sigmoids: list[Node], norms: dict[Node, Norm]) -> tuple[Node, list[Norm]]:
+    """(the nearest thing below the sigmoids that is normed, the norms of it or of its streams)"""
+    found: dict[Node, Norm] = {}
+    for sigmoid in sigmoids:
+        nearest = _nearest_below(sigmoid, norms)
+        found |= {n: norm for n, norm in norms.items() if n is nearest or are_streams(n, nearest)}
+    ((whole, of_it), *others) = by_owner(found.values())
+    if not others:
+        return source(whole), of_it
+    # Each stream's own, joined afterwards.
+    product = joined(list(found))
+    if product is None:
+        raise Declined("the streams that are gated one by one are not joined as they are")
+    return product, list(found.values())
+
+
+def _nearest_below(sigmoid: Node, norms: dict[Node, Norm]) -> Node:
     seen, stack = {sigmoid}, [sigmoid]
     while stack and len(seen) < MOST_STEPS:
         new = [u for u in stack.pop(0).users if u not in seen and u.target not in PRODUCERS]
         for user in new:
-            if user in norms and calls(user, PARTS):
-                raise Declined(BY_STREAM)
             if user in norms:
-                return user, norms[user]
+                return user
         seen.update(new)
         stack += new
     raise Declined("no norm over the gated value")
 
 
-def _scaled(norm: Norm, product: Node) -> tuple[Node, Node, Node]:
-    """(weight, what a norm is multiplied by, the norm as others read it)"""
-    inside = {product}
+def _scaled(norms: list[Norm], product: Node) -> tuple[Node, Node, Node]:
+    """(weight, what norms of a product or its streams are multiplied by, the whole norm as others read it)"""
+    streams = STREAM_OPS if len(norms) > 1 else set()
+    starts = {product, *(norm.source for norm in norms)}
+    inside = set(starts)
     for node in product.graph.nodes:
-        inputs = tensor_inputs(node)
-        if not (is_pointwise(node) or calls(node, REDUCTIONS | LAYOUT)) or inside.isdisjoint(inputs):
+        inputs = [n for n in node.all_input_nodes if is_tensor(n) or n in inside]
+        if not (is_pointwise(node) or calls(node, REDUCTIONS | LAYOUT | streams)) or inside.isdisjoint(inputs):
             continue
         if all(n in inside or value(n).dim() == 0 or _vector(n, product) is not None for n in inputs):
             inside.add(node)
-    normed = depends_on(sorted(inside), {norm.root})
+    normed = depends_on(sorted(inside), {norm.root for norm in norms})
     read = [n for n in sorted(normed) if any(u not in inside for u in n.users)]
-    nodes = cone(read[-1:], {product})
-    weights = [n for n in open_inputs(read[-1:], {product}) if value(n).dim()]
+    nodes = cone(read[-1:], starts)
+    weights = [n for n in open_inputs(read[-1:], starts) if value(n).dim()]
+    if len(norms) > 1 and not weights:
+        raise Declined(f"the norms of the streams, {norms[0].root.name} for one, share no weight")
     if len(weights) != 1:
-        raise Declined(f"{len(weights)} vectors could be the weight of the norm at {norm.root.name}")
+        raise Declined(f"{len(weights)} vectors could be the weight of the norm at {norms[0].root.name}")
     return weights[0], _scale(weights[0], nodes), read[-1]
 
 
 def _vector(node: Node, product: Node) -> Node | None:
-    """The weight of all channels of `product` that `node` is made of, and of nothing else."""
+    """The weight of all channels of `product` that `node`, or a stream's part, is made of, and of nothing else."""
     leaves = open_inputs([node], set()) if node.op == "call_function" else [node]
     is_weight = len(leaves) == 1 and value(leaves[0]).is_floating_point() and 0 < value(leaves[0]).dim() <= 2
     channels = dims(product)[-1:], dims(product)[-2:]
     sizes = [math.prod(shape) for shape in channels if all(isinstance(size, int) for size in shape)]
-    return leaves[0] if is_weight and value(node).numel() == value(leaves[0]).numel() in sizes else None
+    if not is_weight or value(leaves[0]).numel() not in sizes:
+        return None
+    return leaves[0] if value(leaves[0]).numel() % value(node).numel() == 0 else None
 
 
 def _scale(weight: Node, nodes: list[Node]) -> Node:
-    """The last of `nodes` that is made of `weight` alone."""
+    """The last of `nodes` that is made of `weight` alone, and is all of it."""
     made = [n for n in sorted(depends_on(nodes, {weight})) if open_inputs([n], set()) == [weight]]
+    made = [n for n in made if is_tensor(n) and value(n).numel() == value(weight).numel()]
     return made[-1] if made else weight
 
 
@@ -244,13 +276,13 @@ def _leading(grouped: tuple, layout: tuple[int, int]) -> tuple:
     raise Declined("the gated value is not laid out as [..., streams * hidden]")
 
 
-def _laid_out(norm: Norm, leading: tuple, layout: tuple[int, int]) -> Node:
-    """What a norm was taken of, in the layout [..., streams * hidden] or [..., streams, hidden]."""
+def _laid_out(node: Node, leading: tuple, layout: tuple[int, int]) -> Node:
+    """What is normed, in the layout [..., streams * hidden] or [..., streams, hidden]."""
     for shape in ((*leading, layout[0] * layout[1]), leading + layout):
-        leaf = source_of_shape(norm.squared, shape)
+        leaf = source_of_shape(node, shape)
         if leaf is not None:
             return leaf
-    raise Declined(f"{norm.source.name} is not laid out as [..., streams * hidden]")
+    raise Declined(f"{source(node).name} is not laid out as [..., streams * hidden]")
 
 
 def _value(product: Node, sources: set[Node], shape: tuple) -> Node:
@@ -263,14 +295,14 @@ def _value(product: Node, sources: set[Node], shape: tuple) -> Node:
     raise Declined("no product of the gate and a value of one hidden width")
 
 
-def _weights(sigmoid: Node, key: Node, hidden: Node, width: int) -> tuple[Node, Node]:
+def _weights(sigmoids: list[Node], key: Node, hidden: Node, width: int) -> tuple[Node, Node]:
     """The weights of the key's and the query's norm."""
-    inputs = open_inputs([sigmoid], {key, hidden})
+    inputs = open_inputs(sigmoids, {key, hidden})
     found = sorted(n for n in inputs if value(n).dim() in (1, 2) and value(n).numel() == width)
     if len(found) not in (1, 2):
         raise Declined(f"{len(found)} vectors of {width} values could be the weights of key and query")
     first, last = found[0], found[-1]
-    nodes = cone([sigmoid], {key, hidden})
+    nodes = cone(sigmoids, {key, hidden})
     of_key, scaled = depends_on(nodes, {key}), depends_on(nodes, {first})
     met = next((n for n in nodes if n in scaled and n in of_key | depends_on(nodes, {hidden})), None)
     return (first, last) if met in of_key else (last, first)

@@ -1,10 +1,12 @@
 """Find RMS norms in a graph, by the root of a mean of squares that each one takes."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from torch.fx import Graph, Node
 
 from ple_compile.matching.graph import CASTS, VIEWS, aten, calls, origin, source, tensor_inputs, value
+from ple_compile.matching.streams import cut_from, owner
 
 # Walking up from a node stops at these: what they produce is somebody's input, never part of a norm or a gate.
 PRODUCERS = {aten.mm.default, aten.addmm.default, aten.embedding.default, aten.convolution.default}
@@ -63,8 +65,23 @@ def _reached(node: Node, stops: set[Node]) -> dict[Node, Norm]:
         norm = find_norm(current)
         if norm is not None:
             found.setdefault(norm.source, norm)
-        stack += tensor_inputs(current)
+        whole = cut_from(current)
+        stack += tensor_inputs(current) if whole is None else [whole]
     return found
+
+
+def by_owner(norms: Iterable[Norm]) -> list[tuple[Node, list[Norm]]]:
+    """(what is normed, the norms of it or of its parts): several norms of parts of one tensor are one of the whole."""
+    groups: dict[Node, list[Norm]] = {}
+    for norm in norms:
+        groups.setdefault(owner(norm.source), []).append(norm)
+    return [(group[0].squared if len(group) == 1 else _whole(group[0]), group) for group in groups.values()]
+
+
+def _whole(norm: Norm) -> Node:
+    """What a stream's norm is a part of; a whole one is of itself."""
+    whole = cut_from(norm.source)
+    return norm.squared if whole is None else whole
 
 
 def _eps(node: Node) -> tuple[float | Node, Node] | None:

@@ -79,8 +79,12 @@ def start_on_cuda(table: Tensor, ids: Tensor) -> Tensor:
     main = torch.accelerator.current_stream(ids.device)
     side = _side_stream(main)
     side.wait_stream(main)
-    with side:
-        gather.fetch()
+    try:
+        with side:
+            gather.fetch()
+    except BaseException:
+        main.wait_event(side.record_event())  # what was launched by then writes to memory that is freed now
+        raise
     captured = torch.cuda.is_current_stream_capturing()
     flight.__dict__["transfer"] = _Transfer(rows, gather, main, side.record_event(), captured)
     return flight

@@ -27,10 +27,11 @@ def shard_tables(
     """Split the rows of every n-gram table over the ranks of `axis`, in place; returns the tables' names. Collective.
 
     Rank r of n keeps rows r * ceil(rows / n) onwards, and no more memory than ceil(rows / n) rows. A table that is
-    there is copied and released; one on the meta device is allocated, this rank's rows only, and left to be filled by
-    `load_state_dict` or `torch.distributed.checkpoint`. The rows lie on the mesh's device, or with `host` in
-    page-locked host memory. On CUDA devices of one node that can read each other's memory, they are symmetric memory,
-    which the lowering `peer` needs. Scales by row of a quantised table (`fp8_row`, `nvfp4`) stay whole on every rank.
+    there is copied, and released when every table has been; one on the meta device is allocated, this rank's rows only,
+    and left to be filled by `load_state_dict` or `torch.distributed.checkpoint`. The rows lie on the mesh's device, or
+    with `host` in page-locked host memory. On CUDA devices of one node that can read each other's memory, they are
+    symmetric memory, which the lowering `peer` needs. Scales by row of a quantised table (`fp8_row`, `nvfp4`) stay
+    whole on every rank.
 
     The ranks of the last axis look up the same ids unless `same_tokens` is False; see
     `ple_compile.sharding.topology.Sharding` for what the settings mean together. The table is frozen. Afterwards, all
@@ -39,7 +40,8 @@ def shard_tables(
 
     Raises ValueError for axes that the mesh does not have or has in another order, for `host` or `share_host` where
     they mean nothing, for a model without an n-gram table, and for a table that cannot be split by rows: one that is
-    sharded or offloaded already, has `max_norm`, or is looked up by other means than `nn.Embedding.forward`.
+    sharded or offloaded already, has `max_norm`, or is looked up by other means than `nn.Embedding.forward`. Whatever
+    is raised, the model is as it was.
     """
     sharding = Sharding(axis=axis, same_tokens=same_tokens, host=host, share_host=share_host)
     sharding.check(mesh)
@@ -58,7 +60,9 @@ def shard_tables(
         weight = table.weight
         if id(weight) not in shards:
             shards[id(weight)] = _Shard(table, mesh, sharding)
-        shards[id(weight)].install(table.embedding)
+    # A table is let go of when every one has its shard: whatever fails before, the model is as it was.
+    for table, shard in [(table, shards[id(table.weight)]) for table in tables]:
+        shard.install(table.embedding)
     return [table.name for table in tables]
 
 
@@ -67,7 +71,6 @@ class _Shard:
 
     def __init__(self, table: Table, mesh: DeviceMesh, sharding: Sharding):
         weight = table.weight
-        self.source = weight  # until installed, so that its id names no other table
         self.mesh = _upstream.flatten(mesh, sharding.axes)
         self.layout = sharding.layout(mesh, weight.shape[0], table.name)
         self.handle: object = None

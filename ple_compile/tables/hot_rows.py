@@ -23,7 +23,9 @@ Rows are copies: after a change of the table in place, `clear` (a lookup from Py
 and clears; the replay of a CUDA graph cannot).
 """
 
+import contextlib
 import weakref
+from collections.abc import Iterator
 
 import torch
 import triton
@@ -57,14 +59,7 @@ class HotRows:
 
     def __init__(self, table: Tensor, nbytes: int, device: torch.device | str):
         row_bytes = table.shape[1] * table.element_size()
-        self.num_sets = nbytes // (WAYS.value * (row_bytes + 8))
-        if self.num_sets < 1 or self.num_sets * WAYS.value >= 2**31:
-            raise ValueError(
-                f"gpu_cache_bytes: {nbytes} bytes make {max(0, self.num_sets)} sets of {WAYS.value} rows of "
-                f"{row_bytes} bytes; pass at least {WAYS.value * (row_bytes + 8)} bytes, or 0 for no cache"
-            )
-        if table.shape[0] >= _ID_MASK.value:
-            raise ValueError(f"gpu_cache_bytes: {table.shape[0]} rows are too many for a cache; pass 0")
+        self.num_sets = num_sets(table, nbytes)
         self._table = weakref.ref(table)
         self._version = _version(table)
         self._layout = _layout(table)
@@ -112,6 +107,20 @@ class HotRows:
 
     def prepared(self, rows: Tensor, table: Tensor, ids: Tensor) -> _host_reads.Gather:
         """The lookup of contiguous `ids`, not empty, into contiguous `rows`."""
+        with self._emptied_on_failure():
+            return self._prepared(rows, table, ids)
+
+    @contextlib.contextmanager
+    def _emptied_on_failure(self) -> Iterator[None]:
+        """No word outlives a failure whose row was not fetched, nor does a cache stay taken that nobody gives back."""
+        try:
+            yield
+        except BaseException:
+            self.words.fill_(_ID_MASK.value)
+            self._state.zero_()
+            raise
+
+    def _prepared(self, rows: Tensor, table: Tensor, ids: Tensor) -> _host_reads.Gather:
         num_ids, num_rows = ids.numel(), table.shape[0]
         num_cells = triton.next_power_of_2(2 * num_ids)
         num_counts = _address_order.NUM_COUNTS
@@ -158,21 +167,36 @@ class HotRows:
         hits_kernel[(blocks,)](rows, self.rows, source, num_ids, **tile)
 
         def fetch() -> None:
-            fetch_kernel[(host,)](
-                rows,
-                self.rows,
-                table,
-                leading,
-                leaders,
-                claim,
-                counts[-1:],
-                host * block_rows,
-                ROW_STRIDE=stride,
-                **tile,
-            )
-            release_kernel[(1,)](header, self._state)
+            with self._emptied_on_failure():
+                fetch_kernel[(host,)](
+                    rows,
+                    self.rows,
+                    table,
+                    leading,
+                    leaders,
+                    claim,
+                    counts[-1:],
+                    host * block_rows,
+                    ROW_STRIDE=stride,
+                    **tile,
+                )
+                release_kernel[(1,)](header, self._state)
 
         return _host_reads.Gather(fetch, lambda: follow_kernel[(blocks,)](rows, source, num_ids, **tile))
+
+
+def num_sets(table: Tensor, nbytes: int) -> int:
+    """How many sets of rows a cache of `nbytes` has. Raises ValueError where that is none, or the table too long."""
+    row_bytes = table.shape[1] * table.element_size()
+    count = nbytes // (WAYS.value * (row_bytes + 8))
+    if count < 1 or count * WAYS.value >= 2**31:
+        raise ValueError(
+            f"gpu_cache_bytes: {nbytes} bytes make {max(0, count)} sets of {WAYS.value} rows of "
+            f"{row_bytes} bytes; pass at least {WAYS.value * (row_bytes + 8)} bytes, or 0 for no cache"
+        )
+    if table.shape[0] >= _ID_MASK.value:
+        raise ValueError(f"gpu_cache_bytes: {table.shape[0]} rows are too many for a cache; pass 0")
+    return count
 
 
 def attach(table: Tensor, nbytes: int, device: torch.device) -> HotRows:

@@ -16,7 +16,7 @@ the model to the processes, and call `offload_tables` in each: every process pag
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -37,7 +37,8 @@ def offload_tables(model: nn.Module, gpu_cache_bytes: int = 0) -> list[str]:
 
     Raises ValueError for a model without an n-gram table, for a weight that is no contiguous plain parameter, for a
     cache of fewer than zero bytes or too few to hold a set of rows, on a machine without a GPU, and where the CUDA
-    driver refuses to lock so much memory (the message says which limit to raise).
+    driver refuses to lock so much memory (the message says which limit to raise). The model is then as it was, and so
+    it is where the host has too little memory; where the GPU has too little for the caches, none of its tables has one.
     """
     if gpu_cache_bytes < 0:
         raise ValueError(f"offload_tables: gpu_cache_bytes is {gpu_cache_bytes}; pass 0 for no cache, or a size")
@@ -49,24 +50,51 @@ def offload_tables(model: nn.Module, gpu_cache_bytes: int = 0) -> list[str]:
         )
     if not pinning.available():
         raise ValueError("offload_tables: no CUDA device to read the tables; leave them where they are on a CPU")
+    cache_bytes = gpu_cache_bytes // len(tables)
     for table in tables:
         _check_weight(table.name, table.weight)
-    allocated: dict[int, nn.Parameter] = {}
+        if cache_bytes:
+            hot_rows.num_sets(table.weight, cache_bytes)
+    hosts: dict[nn.Parameter, Tensor] = {}
+    with pinning.all_or_none() as page_lock:
+        for table in tables:
+            if table.weight not in hosts:
+                hosts[table.weight] = _on_host(table.weight)
+                page_lock(hosts[table.weight], table.name)
     for table in tables:
-        weight = table.weight
-        if weight.is_meta:
-            # Not torch's pinned allocator, which rounds 95 GiB up to 128.
-            if id(weight) not in allocated:
-                allocated[id(weight)] = nn.Parameter(torch.empty_like(weight, device="cpu"), weight.requires_grad)
-            table.embedding.weight = allocated[id(weight)]
-        elif weight.device.type != "cpu":
-            weight.data = weight.data.cpu()
-        pinning.page_lock(table.weight, table.name)
-        embedding: Any = table.embedding
-        embedding.__class__ = _offloaded(_base_class(embedding))
-        embedding._cache_bytes, embedding._cache_device = gpu_cache_bytes // len(tables), _device(table)
-        embedding._settle()
+        _install(table, hosts[table.weight], cache_bytes)
+    _settle_all([table.embedding for table in tables])
     return [table.name for table in tables]
+
+
+def _on_host(weight: nn.Parameter) -> Tensor:
+    """The weight itself where it is on the host, else memory of its size there: its values, or none yet."""
+    if weight.is_meta:
+        # Not torch's pinned allocator, which rounds 95 GiB up to 128.
+        return nn.Parameter(torch.empty_like(weight, device="cpu"), weight.requires_grad)
+    return weight if weight.device.type == "cpu" else weight.data.cpu()
+
+
+def _install(table: Table, host: Tensor, cache_bytes: int) -> None:
+    weight, embedding = table.weight, cast(Any, table.embedding)
+    if weight.is_meta:
+        embedding.weight = host
+    elif host is not weight:
+        weight.data = host
+    embedding.__class__ = _offloaded(_base_class(embedding))
+    embedding._cache_bytes, embedding._cache_device = cache_bytes, _device(table)
+
+
+def _settle_all(embeddings: list[Any]) -> None:
+    """Give all tables their caches, or none of them where the GPU's memory does not suffice."""
+    try:
+        for embedding in embeddings:
+            embedding._settle()
+    except BaseException:
+        for embedding in embeddings:
+            embedding._cache_bytes = 0
+            hot_rows.detach(embedding.weight)
+        raise
 
 
 def is_offloaded(embedding: nn.Module) -> bool:
@@ -105,8 +133,9 @@ class _Offloaded:
         if probe.is_meta:
             self._parameters["weight"] = nn.Parameter(fn(table.detach()), table.requires_grad)
         elif probe.dtype != table.dtype:
+            converted = table.data.to(probe.dtype)
             hot_rows.detach(table)
-            table.data = table.data.to(probe.dtype)
+            table.data = converted
             self._settle()
         return self
 

@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -56,12 +56,15 @@ def _inside(tensor: Tensor, ranges: dict[int, int]) -> bool:
     return any(begin <= address < begin + nbytes for begin, nbytes in ranges.items())
 
 
-def page_lock(tensor: Tensor, name: str = "table") -> None:
-    """Page-lock the storage of a CPU tensor until it dies; does nothing when it is page-locked already."""
+def page_lock(tensor: Tensor, name: str = "table") -> Callable[[], object] | None:
+    """Page-lock the storage of a CPU tensor until it dies; returns what releases it before.
+
+    Does nothing, and returns None, when it is page-locked already. Raises ValueError where the driver refuses.
+    """
     storage = tensor.untyped_storage()
     address, total = storage.data_ptr(), storage.nbytes()
     if total == 0 or is_page_locked(tensor):
-        return
+        return None
     log.info("page-locking %s: %.2f GiB, about %.0f s", name, total / 2**30, _expected_seconds(total))
     started = time.perf_counter()
     locked: list[int] = []
@@ -77,6 +80,20 @@ def page_lock(tensor: Tensor, name: str = "table") -> None:
     finalizer = weakref.finalize(storage, _release, address, locked, os.getpid())
     finalizer.atexit = False  # the driver releases everything when the process ends
     log.info("page-locked %s in %.1f s", name, time.perf_counter() - started)
+    return finalizer
+
+
+@contextlib.contextmanager
+def all_or_none() -> Iterator[Callable[[Tensor, str], None]]:
+    """A `page_lock` of several tensors: what it has page-locked is released if the block raises."""
+    with contextlib.ExitStack() as undo:
+
+        def lock(tensor: Tensor, name: str) -> None:
+            if (release := page_lock(tensor, name)) is not None:
+                undo.callback(release)
+
+        yield lock
+        undo.pop_all()
 
 
 def cuda_view(tensor: Tensor, device: torch.device | str = "cuda", owning: bool = True) -> Tensor:

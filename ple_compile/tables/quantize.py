@@ -15,7 +15,6 @@ in memory.
 
 import dataclasses
 import hashlib
-import json
 import logging
 import os
 from collections.abc import Callable, Iterator
@@ -26,13 +25,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ple_compile.json_file import read_json, with_checksum
 from ple_compile.tables import formats
 from ple_compile.tables.find import Table, find_tables
 from ple_compile.tables.formats import QuantizedEmbedding, format_class
 from ple_compile.tables.mapped import MappedEmbedding
 from ple_compile.tables.offload import is_offloaded
 from ple_compile.tables.progress import Progress
-from ple_compile.tables.replace import replace_embedding
+from ple_compile.tables.replace import put_back_on_failure, replace_embedding
 from ple_compile.tables.tensor_file import StoredTensor, TensorWriter, map_rows, part_of, read_header, read_rows
 
 log = logging.getLogger(__name__)
@@ -127,16 +127,15 @@ def quantize_tables(model: nn.Module, format: str, *, path: str | os.PathLike | 
         made = {id(table.weight): _quantize_in_memory(table, cls) for table in unique}
     else:
         made = _quantize_into_file(unique, cls, Path(path))
-    errors = []
-    for table in tables:
-        parameters, error = made[id(table.weight)]
-        if table in unique:
-            errors.append(error)
-            log.info("%s", error)
-        new = _empty(table, cls)
-        for name, parameter in parameters.items():
-            setattr(new, name, parameter)
-        replace_embedding(model, table, new)
+    with put_back_on_failure(model):  # an offloaded table's successor is page-locked, which may be refused
+        for table in tables:
+            new = _empty(table, cls)
+            for name, parameter in made[id(table.weight)][0].items():
+                setattr(new, name, parameter)
+            replace_embedding(model, table, new)
+    errors = [made[id(table.weight)][1] for table in unique]
+    for error in errors:
+        log.info("%s", error)
     return errors
 
 
@@ -366,19 +365,15 @@ class _Note:
 
     def _read(self) -> dict[str, Any]:
         try:
-            found = json.loads(self.file.read_bytes())
-            found["tables"]
-            for state in found["state"].values():
-                Totals(**state["totals"]), range(state["done"])
-        except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+            return read_json(self.file)
+        except ValueError:
             raise ValueError(
                 f"{self.file} is damaged: it does not say how far {self.part.name} is; delete both"
             ) from None
-        return found
 
     def save(self) -> None:
         written = self.file.with_name(self.file.name + ".new")
-        written.write_text(json.dumps({"tables": self.tables, "state": self.state}))
+        written.write_text(with_checksum({"tables": self.tables, "state": self.state}))
         os.replace(written, self.file)
 
     def remove(self) -> None:

@@ -7,7 +7,6 @@ another file, so choices are never used where they were not measured.
 
 import functools
 import hashlib
-import json
 import logging
 import re
 from pathlib import Path
@@ -17,7 +16,7 @@ import torch
 import triton
 
 from ple_compile import config
-from ple_compile.json_file import write_json
+from ple_compile.json_file import read_json, write_json
 from ple_compile.tuning.entries import Entry, entries_of
 
 log = logging.getLogger("ple_compile")
@@ -48,7 +47,7 @@ def load(device: torch.device) -> list[Entry]:
     """The user's entries for this device; a file that cannot be read is reported once and left aside."""
     file = path(device)
     try:
-        data = json.loads(file.read_text())
+        data = read_json(file)
         if data["key"] != key(device):
             raise ValueError("it was written for something else")
         return entries_of(data["entries"])

@@ -235,8 +235,12 @@ def apply(model: nn.Module) -> Undo:
         return changed
 
     undo = _replace_forwards(model, replacements)
-    for text_model in text_models(model):
-        _install_capture_hooks(text_model, undo)
+    try:
+        for text_model in text_models(model):
+            _install_capture_hooks(text_model, undo)
+    except BaseException:
+        undo()
+        raise
     return undo
 
 

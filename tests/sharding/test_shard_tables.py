@@ -8,12 +8,14 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
+from ple_compile.sharding import shard
 from ple_compile.sharding.embedding import ShardedLookup
 from ple_compile.sharding.shard import shard_tables
 from ple_compile.sharding.topology import Sharding
 from ple_compile.tables.find import find_tables
 from ple_compile.tables.formats import FP8Embedding
 from ple_compile.tables.offload import offload_tables
+from tests.faults import fail_at, out_of_memory
 from tests.sharding.fake import fake_mesh
 from tests.sharding.lowered import NGrams, random_table, same_bytes
 from tests.tables.conftest import driver  # noqa: F401
@@ -159,6 +161,18 @@ def test_tables_that_cannot_be_sharded_are_refused(driver):  # noqa: F811
         shard_tables(module, mesh)
         with pytest.raises(ValueError, match="sharded already"):
             shard_tables(module, mesh)
+
+
+def test_no_room_for_the_second_shard_leaves_every_table_whole(monkeypatch):
+    modules = nn.ModuleList([NGrams(8), NGrams(6)])
+    before = [(type(m.rows), m.rows.weight, m.rows.weight.clone()) for m in modules]
+    with fake_mesh(tp=2) as mesh:
+        with monkeypatch.context() as patch, pytest.raises(torch.OutOfMemoryError):
+            fail_at(patch, shard, "_fill", 2, out_of_memory)
+            shard_tables(modules, mesh)
+        for module, (kind, weight, values) in zip(modules, before):
+            assert type(module.rows) is kind and module.rows.weight is weight and torch.equal(weight, values)
+        assert len(shard_tables(modules, mesh)) == 2
 
 
 def test_transformers_plan_for_the_table_is_by_columns():

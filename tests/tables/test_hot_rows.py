@@ -4,11 +4,13 @@ import gc
 
 import pytest
 import torch
+from triton.runtime.errors import OutOfResources
 
 import ple_compile
 from ple_compile.stats import restore_stats
 from ple_compile.tables import hot_rows
 from ple_compile.tables.hot_rows import HotRows
+from tests.faults import does_not_compile, fail_at
 
 ROWS, WIDTH = 5000, 20
 ROW_BYTES = WIDTH * 2
@@ -197,6 +199,20 @@ def test_nothing_is_left_of_a_dead_table():
     hot_rows.attach(table, 10_000, torch.device("cpu"))
     hot_rows.detach(table)
     assert not hot_rows._CACHES
+
+
+@pytest.mark.parametrize("kernel", ["probe", "hits", "fetch", "release"])
+def test_a_lookup_that_fails_midway_leaves_an_empty_cache_that_works(table, kernel, monkeypatch):
+    """Neither words whose rows were never fetched, nor a cache that is taken for ever."""
+    cache, ids = HotRows(table, 1000 * SET_BYTES, "cpu"), zipf(700, 0)
+    look_up(cache, table, ids)
+    with monkeypatch.context() as patch, pytest.raises(OutOfResources):
+        fail_at(patch, getattr(hot_rows, f"{kernel}_kernel"), "run", 1, does_not_compile)
+        look_up(cache, table, zipf(700, 1))
+    assert not cache.holds(torch.arange(ROWS)).any()
+    for seed in range(1, 4):
+        assert_exact(cache, table, zipf(700, seed))
+    assert cache.holds(zipf(700, 3)).any()
 
 
 def test_too_small_a_cache_is_refused(table):

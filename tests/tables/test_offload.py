@@ -6,12 +6,13 @@ import pickle
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ple_compile.ops import lookup
 from ple_compile.tables import hot_rows, pinning
 from ple_compile.tables.find import find_tables
 from ple_compile.tables.offload import is_offloaded, offload_tables
+from tests.faults import fail_at, out_of_memory
 
 
 class NGrams(nn.Module):
@@ -226,6 +227,58 @@ def test_refusals(driver, monkeypatch):
     monkeypatch.setattr(pinning, "available", lambda: False)
     with pytest.raises(ValueError, match="no CUDA device"):
         offload_tables(model)
+
+
+def tables_of(model):
+    return [(part.rows.weight, part.rows.weight.data_ptr(), type(part.rows)) for part in model]
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_refusal_leaves_every_table_as_it_was(driver, device):
+    with torch.device(device):
+        model = nn.ModuleList([NGrams(), NGrams()])
+    before, one_table = tables_of(model), 64 * 8 * 4
+    driver.refuse_after = one_table
+    with pytest.raises(ValueError, match="page-locking 1.rows.weight was refused"):
+        offload_tables(model)
+    assert tables_of(model) == before and not driver.locked and not pinning._LOCKED
+    driver.refuse_after = None
+    assert len(offload_tables(model)) == 2 and sum(driver.locked.values()) == 2 * one_table
+
+
+def test_a_cache_that_is_too_small_for_the_second_table_changes_nothing(driver):
+    model = nn.ModuleList([NGrams(), NGrams(width=64)])
+    before = tables_of(model)
+    with pytest.raises(ValueError, match="400 bytes make 0 sets"):
+        offload_tables(model, gpu_cache_bytes=800)
+    assert tables_of(model) == before and not driver.locked
+
+
+def test_no_room_for_the_second_cache_leaves_none(driver, monkeypatch):
+    model = nn.ModuleList([NGrams(), NGrams()])
+    with monkeypatch.context() as patch, pytest.raises(torch.OutOfMemoryError):
+        fail_at(patch, hot_rows, "attach", 2, out_of_memory)
+        offload_tables(model, gpu_cache_bytes=6400)
+    assert all(is_offloaded(part.rows) for part in model) and len(driver.locked) == 2 and not hot_rows.caches()
+    model.bfloat16()
+    assert not hot_rows.caches()
+    offload_tables(model, gpu_cache_bytes=6400)
+    assert len(hot_rows.caches()) == 2
+
+
+def test_no_room_for_another_type_leaves_the_table_and_its_cache(driver, monkeypatch):
+    model = Model()
+    offload_tables(model, gpu_cache_bytes=6400)
+    before, convert = model.table.weight.clone(), Tensor.to
+    with monkeypatch.context() as patch, pytest.raises(torch.OutOfMemoryError):
+        patch.setattr(Tensor, "to", lambda self, *to: full() if self.shape[:1] == (64,) else convert(self, *to))
+        model.bfloat16()
+    assert torch.equal(model.table.weight, before) and pinning.is_page_locked(model.table.weight)
+    assert len(hot_rows.caches()) == 1
+
+
+def full():
+    raise out_of_memory()
 
 
 def test_swapped_data_is_refused_not_read(driver):

@@ -1,5 +1,6 @@
 """quantize_tables: small errors, told; rows that no format holds refused; killed runs continued."""
 
+import gc
 import json
 import os
 import signal
@@ -11,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from ple_compile.json_file import with_checksum
 from ple_compile.tables import quantize as quantize_module
 from ple_compile.tables.find import find_tables
 from ple_compile.tables.formats import FORMATS
@@ -232,7 +234,7 @@ def test_goes_on_after_a_kill(tmp_path):
     path = tmp_path / "q.safetensors"
     run = subprocess.run([sys.executable, "-c", KILLED.format(path=str(path))], cwd=os.getcwd())
     assert run.returncode == -signal.SIGKILL
-    note = json.loads((tmp_path / "q.safetensors.progress").read_text())
+    note = json.loads((tmp_path / "q.safetensors.progress").read_text())["data"]
     assert note["state"][f"{BASE}.weight"]["done"] == 140
     with pytest.raises(ValueError, match=r"q.safetensors.part is unfinished, .*begins with q.safetensors$"):
         load_tables(Model(ROWS, WIDTH), tmp_path)
@@ -243,7 +245,9 @@ def test_goes_on_after_a_kill(tmp_path):
     assert [file.name for file in tmp_path.iterdir()] == ["q.safetensors"]
 
 
-@pytest.mark.parametrize("text", ["", "[]", "\xff", '{"tables": {}}', '{"tables": {}, "state": {"a": {"done": 1}}}'])
+@pytest.mark.parametrize(
+    "text", ["", "[]", "\xff", '{"tables": {}}', with_checksum({"done": 140}).replace("140", "210")]
+)
 def test_a_damaged_note(tmp_path, text):
     path = tmp_path / "q.safetensors"
     part_of(path).touch()
@@ -354,6 +358,24 @@ def test_a_path_that_would_not_load_is_refused_at_once(tmp_path, monkeypatch, na
     monkeypatch.setattr(quantize_module, "largest_value", None)  # no pass over the table before
     with pytest.raises(ValueError, match="pass a file that ends in .safetensors, in a directory that is there"):
         quantize_tables(random_model(), "fp8", path=tmp_path / name)
+
+
+@pytest.mark.parametrize("into_file", [False, True])
+def test_a_page_lock_that_is_refused_leaves_every_table_as_it_was(driver, tmp_path, into_file):
+    model = nn.ModuleList([random_model(), random_model(seed=1)])
+    offload_tables(model)
+    before, path = [part.table for part in model], tmp_path / "q.safetensors" if into_file else None
+    driver.refuse_after = sum(driver.locked.values()) + ROWS * WIDTH + 100  # the first one and its scale
+    with pytest.raises(ValueError, match="was refused"):
+        quantize_tables(model, "fp8", path=path)
+    gc.collect()
+    assert [part.table for part in model] == before and len(driver.locked) == 2
+    driver.refuse_after = None
+    if into_file:
+        with pytest.raises(ValueError, match="is there already"):
+            quantize_tables(model, "fp8", path=path)
+    quantize_tables(model, "fp8")
+    assert all(part.table.format == "fp8" and is_offloaded(part.table) for part in model)
 
 
 def test_refusals():
