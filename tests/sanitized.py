@@ -4,6 +4,7 @@
         PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool $tool --error-exitcode 9 python -m tests.sanitized
     done
 
+Names of the functions below, as arguments, leave the others out.
 Without PyTorch's caching allocator each tensor is an allocation of its own, so that a read one element too far is seen.
 racecheck looks at shared memory only; tests/gpu/test_gate_conv_gpu.py looks for races on the state in global memory.
 Results are compared in tests/gpu; here a kernel must only run. Kernels between devices are left out.
@@ -120,14 +121,17 @@ def the_rest() -> None:
     chunk_gated_delta_rule.launch(q, k, v, g, beta, None, 64, True)
 
 
-def main() -> None:
+GROUPS = (ids_and_lookups, quantized_lookups, host_lookups, gates_and_convolutions, packed_batches, the_rest)
+
+
+def main(names: list[str]) -> None:
     random.seed(0)
     torch.manual_seed(0)
-    for kernels in (ids_and_lookups, quantized_lookups, host_lookups, gates_and_convolutions, packed_batches, the_rest):
+    for kernels in [group for group in GROUPS if not names or group.__name__ in names]:
         kernels()
         torch.cuda.synchronize()
         print(kernels.__name__, flush=True)
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

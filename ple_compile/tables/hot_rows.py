@@ -116,8 +116,10 @@ class HotRows:
         try:
             yield
         except BaseException:
-            self.words.fill_(_ID_MASK.value)
-            self._state.zero_()
+            # Of what a capture records nothing has run.
+            if not (self.words.is_cuda and torch.cuda.is_current_stream_capturing()):
+                self.clear()
+                self._state.zero_()
             raise
 
     def _prepared(self, rows: Tensor, table: Tensor, ids: Tensor) -> _host_reads.Gather:

@@ -11,6 +11,7 @@ from examples.reference.packed import PackedBatch, PackedPLE
 from ple_compile.ops import packed_gate_conv as op
 from ple_compile.ops import packed_ngram_ids as ids_op
 from ple_compile.ops import packed_short_conv as conv_op
+from tests.gpu import synchronisation
 
 EOS = 3
 # width, streams, taps, dilation; type; how the pool lies in memory
@@ -103,12 +104,9 @@ def test_ids(lengths, dtype):
 def test_no_synchronisation():
     inputs = draw(LARGE["mixed"], 2560, 4, dtype=torch.bfloat16, boundaries=True)
     op.launch(*inputs)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with synchronisation.forbidden():
         op.launch(*inputs)
         op.launch(*draw_decode(inputs))
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def draw_decode(inputs: op.Inputs) -> op.Inputs:
