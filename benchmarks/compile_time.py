@@ -2,9 +2,11 @@
 
     python benchmarks/compile_time.py --out compile_time.json           # PLE in 1 and in 36 of the 48 layers
     python benchmarks/compile_time.py --ple-layers 1 --repeats 1        # a shorter run
+    python benchmarks/compile_time.py --passes-only --device cpu        # no code is generated
 
 Each compilation has a process and empty caches of its own; stock Inductor and ours take turns, both on the whole-graph
-form. Seconds of the first call, medians; "passes" is the time in this package's passes, probing included.
+form. Seconds of the first call, medians; "passes" is the time in this package's passes, probing included, and "before"
+what Dynamo and AOTAutograd take until then.
 """
 
 import argparse
@@ -16,6 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -45,62 +48,86 @@ def build(ple_layers: int, device: str) -> Qwen4ExpForCausalLM:
         return Qwen4ExpForCausalLM(config).eval().to(torch.bfloat16 if device == "cuda" else torch.float32)
 
 
-def timed(function: Callable, seconds: list[float]) -> Callable:
-    def call(*args: Any, **kwargs: Any) -> Any:
-        start = time.perf_counter()
-        try:
-            return function(*args, **kwargs)
-        finally:
-            seconds.append(time.perf_counter() - start)
+class PassesDone(Exception):
+    """Ends a compilation of which only the passes are wanted."""
 
-    return call
+
+@dataclass
+class Clock:
+    """Times `run`, from `started` on."""
+
+    run: Callable
+    passes_only: bool
+    started: float = 0.0
+    before: float = 0.0
+    passes: float = 0.0
+
+    def __call__(self, *args: Any) -> None:
+        entered = time.perf_counter()
+        self.run(*args)
+        self.before, self.passes = entered - self.started, time.perf_counter() - entered
+        if self.passes_only:
+            raise PassesDone
 
 
 @torch.no_grad()
-def compile_once(backend: str, ple_layers: int, device: str) -> dict[str, float]:
-    model, passes = build(ple_layers, device), []
-    pipeline.FusePass.__call__ = timed(pipeline.FusePass.__call__, passes)  # type: ignore[method-assign]
+def compile_once(backend: str, ple_layers: int, device: str, passes_only: bool) -> dict[str, float]:
+    model, clock = build(ple_layers, device), Clock(pipeline.FusePass.__call__, passes_only)
+    pipeline.FusePass.__call__ = lambda *args: clock(*args)  # type: ignore[method-assign]
     whole_graph.apply(model)
     step = torch.compile(model.forward, backend=backend, fullgraph=True, dynamic=False)
     tokens = torch.randint(4, 200, (1, TOKENS), device=device)
-    start = time.perf_counter()
-    step(tokens, use_cache=False)
-    return {"seconds": time.perf_counter() - start, "passes": sum(passes)}
+    clock.started = time.perf_counter()
+    try:
+        step(tokens, use_cache=False)
+    except torch._dynamo.exc.BackendCompilerFailed as failure:
+        if not isinstance(failure.inner_exception, PassesDone):
+            raise
+    return {"seconds": time.perf_counter() - clock.started, "before": clock.before, "passes": clock.passes}
 
 
-def in_a_process(backend: str, ple_layers: int, device: str) -> dict[str, float]:
+def in_a_process(options: argparse.Namespace, backend: str, ple_layers: int) -> dict[str, float]:
     """`compile_once` with empty caches."""
+    command = [sys.executable, __file__, "--only", backend, "--ple-layers", str(ple_layers), "--device", options.device]
     with tempfile.TemporaryDirectory() as caches:
         folders = {name: f"{caches}/{name}" for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")}
-        command = [sys.executable, __file__, "--only", backend, "--ple-layers", str(ple_layers), "--device", device]
-        done = subprocess.run(command, env={**os.environ, **folders}, stdout=subprocess.PIPE, text=True, check=True)
+        done = subprocess.run(
+            command + ["--passes-only"] * options.passes_only,
+            env={**os.environ, **folders},
+            stdout=subprocess.PIPE,
+            text=True,
+            check=True,
+        )
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def measure(ple_layers: int, device: str, repeats: int) -> dict[str, Any]:
-    found: dict[str, list[dict]] = {"inductor": [], "ple": []}
-    for _ in range(repeats):
+def measure(options: argparse.Namespace, ple_layers: int) -> dict[str, Any]:
+    found: dict[str, list[dict]] = {"ple": []} if options.passes_only else {"inductor": [], "ple": []}
+    for _ in range(options.repeats):
         for backend, results in found.items():
-            results.append(in_a_process(backend, ple_layers, device))
+            results.append(in_a_process(options, backend, ple_layers))
             print(backend, results[-1], file=sys.stderr, flush=True)
-    stock, ours = (statistics.median(r["seconds"] for r in found[backend]) for backend in ("inductor", "ple"))
-    passes = statistics.median(r["passes"] for r in found["ple"])
-    row = {"PLE layers": ple_layers, "stock, s": stock, "ours, s": ours, "passes, s": passes}
-    return {**row, "ours / stock": round(ours / stock, 3)}
+    before, passes = (statistics.median(r[part] for r in found["ple"]) for part in ("before", "passes"))
+    row = {"layers": LAYERS, "PLE layers": ple_layers, "before, s": before, "passes, s": passes}
+    if options.passes_only:
+        return row
+    stock, ours = (statistics.median(r["seconds"] for r in results) for results in found.values())
+    return {**row, "stock, s": stock, "ours, s": ours, "ours / stock": round(ours / stock, 3)}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ple-layers", type=int, nargs="+", default=[1, 36])
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--passes-only", action="store_true", help="stop before any code is generated")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--out", type=Path, default=Path("compile_time.json"))
     parser.add_argument("--only", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.only:
-        print(json.dumps(compile_once(options.only, options.ple_layers[0], options.device)))
+        print(json.dumps(compile_once(options.only, options.ple_layers[0], options.device, options.passes_only)))
         return
-    rows = [measure(ple_layers, options.device, options.repeats) for ple_layers in options.ple_layers]
+    rows = [measure(options, ple_layers) for ple_layers in options.ple_layers]
     report = {"environment": environment(options.device), "compile time": rows}
     options.out.write_text(json.dumps(report, indent=2) + "\n")
     print(markdown(rows))
