@@ -53,8 +53,8 @@ def compile(model: nn.Module, **config: Any) -> nn.Module:
     queries in that class's QSA indexer is replaced alone (`Config.indexer`): the same tokens are selected, and all else
     computes as before. Either way each execution of a PLE layer is a compiled one whatever prompt lengths arrive.
     `generate()` of transformers runs through the regions; where it compiles its decode step by itself (static cache on
-    CUDA), that compilation uses this backend too. While gradients are recorded for a region's parameters it runs as
-    plain PyTorch, with one warning. To pickle the whole model, `restore` it first; `state_dict` and `save_pretrained`
+    CUDA), that compilation uses this backend too. While gradients are recorded for a region's parameters or inputs it
+    runs as plain PyTorch, with one warning. To pickle the whole model, `restore` it first; `state_dict` and `save_pretrained`
     work as before.
 
     Keyword arguments are the fields of `ple_compile.Config`. Calling it again replaces the earlier configuration.
@@ -185,18 +185,23 @@ def _compiled_call(layer: nn.Module, name: str, config: Config) -> Callable:
     inner = layer._call_impl
     compiled = torch.compile(inner, backend="ple", dynamic=True, options=options_of(config))
 
-    trainable = any(parameter.requires_grad for parameter in layer.parameters())
-
     def call(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():  # inside an outer compilation the layer is traced as part of it
             return inner(*args, **kwargs)
-        if trainable and torch.is_grad_enabled():
+        if torch.is_grad_enabled() and _records_gradients(layer, args, kwargs):
             _warn_about_gradients(name)
             return inner(*args, **kwargs)
         with records.region(name):
             return compiled(*args, **kwargs)
 
     return call
+
+
+def _records_gradients(layer: nn.Module, args: tuple, kwargs: dict[str, Any]) -> bool:
+    """Whether autograd follows this call: through parameters, as they are now, or through what comes in."""
+    if any(parameter.requires_grad for parameter in layer.parameters()):
+        return True
+    return any(isinstance(x, torch.Tensor) and x.requires_grad for x in upstream.tree_leaves((args, kwargs)))
 
 
 @functools.cache

@@ -229,6 +229,26 @@ def test_gradients_run_as_plain_pytorch(no_codegen: None, caplog: pytest.LogCapt
     assert "gradients are recorded" in caplog.text and executions() == 0
 
 
+@pytest.mark.parametrize("frozen", ["before", "in between"])
+def test_gradients_pass_through_frozen_layers(no_codegen: None, caplog: pytest.LogCaptureFixture, frozen: str) -> None:
+    """What is recorded is decided at each call: by the inputs where no parameter of the layer is trained."""
+    regions._warn_about_gradients.cache_clear()
+    plain, model = shallow_model(), shallow_model()
+    for layer in (plain.model.layers[0].ple, model.model.layers[0].ple):
+        layer.requires_grad_(False)
+    ple_compile.compile(model, strict=True)
+    if frozen == "in between":  # what embeds the tokens is frozen in the place of the layer
+        for part in (plain, model):
+            part.model.layers[0].ple.requires_grad_(True)
+            part.model.embed_tokens.requires_grad_(False)
+    for part in (plain, model):
+        part(prompt(6)).logits.sum().backward()
+    for (name, expected), actual in zip(plain.named_parameters(), model.parameters()):
+        assert (expected.grad is None) == (actual.grad is None), name
+        torch.testing.assert_close(actual.grad, expected.grad)
+    assert "gradients are recorded" in caplog.text and executions() == 0
+
+
 @pytest.mark.slow
 @torch.no_grad()
 def test_copies_are_plain_models(no_codegen: None) -> None:
