@@ -45,7 +45,7 @@ class Config:
     inductor: options passed through to Inductor, e.g. {"max_autotune": True}.
 
     Raises ValueError for an unknown field, saying what was probably meant, and for an unknown mode or a value of the
-    wrong type.
+    wrong type, also of an option of Inductor.
     """
 
     merge_kv_proj: bool = True
@@ -99,11 +99,18 @@ class Config:
         if not _positive(self.etp_max_tokens):
             raise ValueError(f"Config.etp_max_tokens is {self.etp_max_tokens!r}; it is a number of tokens from 1 on")
         known = upstream.inductor_config.get_config_copy()
-        for name in self.inductor:
+        for name, value in self.inductor.items():
             if name.replace("-", "_") not in known:
                 near = difflib.get_close_matches(name, known, n=1)
                 hint = f"; did you mean {near[0]!r}?" if near else ""
                 raise ValueError(f"Config.inductor has {name!r}, which is no option of Inductor{hint}")
+            expected = upstream.inductor_type(name.replace("-", "_"))
+            # As torch.compile does for its own options: unions and the like are not checked.
+            if isinstance(expected, type) and expected is not type(None) and not isinstance(value, expected):
+                raise ValueError(
+                    f"Config.inductor has {name!r} as {value!r}, a {type(value).__name__}; give it a "
+                    f"{expected.__name__}"
+                )
 
     def inductor_patches(self) -> dict[str, Any]:
         """What this configuration changes in Inductor's: its mode, then the options passed through."""

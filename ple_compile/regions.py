@@ -54,12 +54,13 @@ def compile(model: nn.Module, **config: Any) -> nn.Module:
     computes as before. Either way each execution of a PLE layer is a compiled one whatever prompt lengths arrive.
     `generate()` of transformers runs through the regions; where it compiles its decode step by itself (static cache on
     CUDA), that compilation uses this backend too. While gradients are recorded for a region's parameters or inputs it
-    runs as plain PyTorch, with one warning. To pickle the whole model, `restore` it first; `state_dict` and `save_pretrained`
-    work as before.
+    runs as plain PyTorch, with one warning. To pickle the whole model, `restore` it first; `state_dict` and
+    `save_pretrained` work as before.
 
     Keyword arguments are the fields of `ple_compile.Config`. Calling it again replaces the earlier configuration.
-    While a model is compiled, Dynamo's `recompile_limit` is at least 64. A layer whose weights accelerate moves in
-    every forward (`device_map` with the CPU or disk) is left alone, with a warning or, with `strict=True`, an error.
+    While a model is compiled, Dynamo's `recompile_limit` is at least 64 for each model compiled so far. A layer whose
+    weights accelerate moves in every forward (`device_map` with the CPU or disk) is left alone, with a warning or, with
+    `strict=True`, an error.
     Raises ValueError for what is no module, for an unknown option, for hash buffers that do not fit together, for a
     quantised table whose scale is missing, zero or NaN, and, with `strict=True`, for a model without a PLE layer, which
     is otherwise returned as it is, with a warning. A model for which it raises is not compiled in part.

@@ -55,6 +55,7 @@ __all__ = [
     "is_unbacked",
     "inductor_config",
     "inductor_settings",
+    "inductor_type",
     "input_index",
     "input_name",
     "list_mode_options",
@@ -78,22 +79,31 @@ def no_dispatch_modes() -> Any:
     return _disable_current_modes()
 
 
-_recompile_limit: int | None = None
+_LIMITS = ("recompile_limit", "accumulated_recompile_limit")
+_limits_before: dict[str, int] | None = None
+_num_raised = 0
 
 
 def raise_recompile_limit(limit: int) -> None:
-    """Let each function have `limit` graphs: past its limit Dynamo runs it eagerly for ever, with one warning."""
-    global _recompile_limit
-    if _recompile_limit is None and dynamo_config.recompile_limit < limit:
-        _recompile_limit = dynamo_config.recompile_limit
-        dynamo_config.recompile_limit = limit
+    """Let each call of this have `limit` graphs: past its limit Dynamo runs a function eagerly, with one warning.
+
+    Every module is called through the same function, so its graphs are those of all models together. Dynamo keeps them
+    when a model is restored, so calls are counted for as long as the process lives.
+    """
+    global _limits_before, _num_raised
+    _num_raised += 1
+    if _limits_before is None:
+        _limits_before = {name: getattr(dynamo_config, name) for name in _LIMITS}
+    for name in _LIMITS:
+        setattr(dynamo_config, name, max(getattr(dynamo_config, name), limit * _num_raised))
 
 
 def reset_recompile_limit() -> None:
-    """Undo `raise_recompile_limit`."""
-    global _recompile_limit
-    if _recompile_limit is not None:
-        dynamo_config.recompile_limit, _recompile_limit = _recompile_limit, None
+    """Undo `raise_recompile_limit`, but for its count."""
+    global _limits_before
+    for name, value in (_limits_before or {}).items():
+        setattr(dynamo_config, name, value)
+    _limits_before = None
 
 
 def is_compiled(module: torch.nn.Module) -> bool:
@@ -106,6 +116,11 @@ def inductor_settings(patches: dict[str, Any]) -> str:
     """What of Inductor's configuration, with `patches`, is part of its cache key."""
     with inductor_config.patch(patches):
         return repr(sorted(inductor_config.save_config_portable().items()))
+
+
+def inductor_type(name: str) -> Any:
+    """The type of an option of Inductor: a class, or a union and the like."""
+    return inductor_config.get_type(name)  # type: ignore[attr-defined]
 
 
 def trace_artifact(name: str, text: Callable[[], str]) -> None:

@@ -34,6 +34,11 @@ def test_no_pass_name_contains_another() -> None:
         ({"fuse_gate": 1}, "Config.fuse_gate is 1, a int; give it a bool"),
         ({"mode": "fast"}, "Config.mode is 'fast'; it is one of default"),
         ({"inductor": {"max_autotun": True}}, "did you mean 'max_autotune'"),
+        (
+            {"inductor": {"max_autotune": "yes"}},
+            "Config.inductor has 'max_autotune' as 'yes', a str; give it a bool",
+        ),
+        ({"inductor": {"max-autotune": 1}}, "Config.inductor has 'max-autotune' as 1, a int; give it a bool"),
         ({"inductor": True}, "Config.inductor is True, a bool; give it a dict"),
     ],
 )

@@ -77,6 +77,23 @@ def test_compile_config_road(no_codegen: None) -> None:
     assert executions() == 2 * (5 - 1)
 
 
+@torch.no_grad()
+def test_the_graphs_of_one_model_do_not_use_up_those_of_another(
+    no_codegen: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All modules are called through one function, and PyTorch's limit is one of graphs for each function."""
+    monkeypatch.setattr(regions, "RECOMPILE_LIMIT", 2)
+    layers = [shallow_model(hidden_size=16 * width).model.layers[0].ple for width in (1, 2, 3)]
+    with torch._dynamo.config.patch(recompile_limit=1, accumulated_recompile_limit=1):
+        for width, layer in enumerate(layers, start=1):
+            ple_compile.compile(layer)
+            for length in (5, 1):
+                layer(torch.randn(1, length, 4 * 16 * width), prompt(length), None)
+        for layer in layers:
+            ple_compile.restore(layer)
+    assert executions() == 3 * 2
+
+
 @pytest.mark.parametrize("whole_graph", [True, False])
 def test_restore_undoes_everything(no_codegen: None, whole_graph: bool) -> None:
     model = shallow_model()

@@ -50,10 +50,10 @@ def tiny_model(ple_layer_ids: tuple[int, ...] = (2,), num_layers: int = 4, **cha
     return model
 
 
-def shallow_model(ple_layer_ids: tuple[int, ...] = (1,)) -> Qwen4ExpForCausalLM:
+def shallow_model(ple_layer_ids: tuple[int, ...] = (1,), **changes: Any) -> Qwen4ExpForCausalLM:
     """The fewest layers that hold each kind: transformers' caches need one with attention."""
     kinds = ["linear_attention"] * max(ple_layer_ids) + ["full_attention"]
-    return tiny_model(ple_layer_ids, len(kinds), layer_types=kinds)
+    return tiny_model(ple_layer_ids, len(kinds), layer_types=kinds, **changes)
 
 
 def prompt(length: int, batch: int = 1, seed: int = 0) -> torch.Tensor:
