@@ -163,7 +163,7 @@ FAULTS = {
     ),
     "too narrow": (
         lambda files: rewrite(files[1], **{f"{BASE}.shard_2.weight": table_rows(0, 22, WIDTH - 1)}),
-        rf"{BASE}.shard_2.weight in .*00002.* has shape \(22, 31\); rows of \(32,\) are needed",
+        rf"{BASE}.shard_2.weight in .*00002.* has shape \(22, 31\); \(rows, 32\) is needed",
     ),
     "too high": (
         lambda files: rewrite(files[1], **{f"{BASE}.shard_2.weight": table_rows(0, 23, WIDTH)}),
@@ -411,7 +411,15 @@ def test_a_scale_of_another_format(tmp_path, kind, extra):
 def test_one_scale_where_each_group_has_its_own(tmp_path):
     write_quantized(tmp_path, NVFP4Embedding)
     rewrite(tmp_path / "model.safetensors", **{f"{BASE}.weight_scale": torch.ones(1).to(E4M3)})
-    with pytest.raises(ValueError, match=r"weight_scale in .* has shape \(1,\); rows of \(2,\) are needed"):
+    with pytest.raises(ValueError, match=r"weight_scale in .* has shape \(1,\); \(rows, 2\) is needed"):
+        load_tables(Model(), tmp_path)
+
+
+def test_one_scale_for_each_part(tmp_path):
+    write_quantized(tmp_path, RowScaledFP8Embedding, 2)
+    scales = {f"{BASE}.shard_{part}.weight_scale": torch.ones(1) for part in range(2)}
+    rewrite(tmp_path / "model.safetensors", **scales)
+    with pytest.raises(ValueError, match=r"shard_0.weight_scale in .* has shape \(1,\); \(rows, 1\) is needed"):
         load_tables(Model(), tmp_path)
 
 
