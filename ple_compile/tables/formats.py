@@ -10,7 +10,8 @@ type changes the activation type and never what is stored. `fp8` has the paramet
 `FP8Embedding`, which gives the same rows: in float32 from the same scale, and in a model of 16 bits, for which it casts
 the scale, wherever that type holds the scale. `quantize_tables` chooses such scales.
 
-Scales start as NaN, so one that was never loaded is told from one that is 1.0 (`scales`).
+Scales start as NaN, after `to_empty` from the meta device too, so one that was never loaded is told from one that is
+1.0 (`scales`).
 """
 
 from collections.abc import Callable
@@ -43,6 +44,15 @@ class CheckedScales(nn.Embedding):
             for key, scale in scales.items():
                 check_once(f"the {key} of the table", scale)
         return scales
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        before = {key: self._parameters.get(key) for key in self.scale_names}
+        super()._apply(fn, recurse)
+        for key, old in before.items():
+            scale = self._parameters.get(key)
+            if old is not None and old.is_meta and scale is not None and not scale.is_meta:
+                scale.detach().fill_(torch.nan)  # `to_empty`: memory with anything in it
+        return self
 
 
 class QuantizedEmbedding(CheckedScales):

@@ -23,7 +23,7 @@ from ple_compile.tables.offload import is_offloaded, offload_tables
 from ple_compile.tables.parts import Checkpoint, StoredTable
 from ple_compile.tables.progress import Progress
 from ple_compile.tables.quantize import quantize_rows
-from ple_compile.tables.replace import put_back_on_failure, replace_embedding
+from ple_compile.tables.replace import check_replaceable, put_back_on_failure, replace_embedding
 from ple_compile.tables.scales import check_scale, check_scale_blocks
 from ple_compile.tables.tensor_file import StoredTensor, read_rows
 
@@ -53,7 +53,8 @@ def load_tables(
     (`torch.distributed.barrier`) before the first lookup.
 
     Raises ValueError, naming file and tensor, for parts that are missing, there twice, overlapping, cut off or of
-    another shape, and for a scale that is absent or not a positive number; with `mesh` every rank raises when one does.
+    another shape, for a scale that is absent or not a positive number, and for a table that would change its format in
+    an embedding that does more than look rows up; with `mesh` every rank raises when one does.
     The model then has the tables that it had, with their values: nothing is written before all of this is checked. Only
     a file that cannot be read to its end leaves memory that was there before filled in part.
     """
@@ -125,6 +126,8 @@ def _check(table: Table, stored: StoredTable, format: str | None, meshed: bool) 
     changes |= quantized is not None and not _fits(table.embedding, quantized)
     if changes and hasattr(table.embedding, "layout"):
         raise ValueError(f"{table.name} is sharded and would change its format; load_tables before shard_tables")
+    if changes:
+        check_replaceable(table)
 
 
 def _check_scales(table: Table, stored: StoredTable) -> None:

@@ -138,14 +138,14 @@ class Checkpoint:
             if parameter not in spec:
                 raise ValueError(f"{tensor} does not go with {weight}, which is {weight.dtype} and has no {parameter}")
             if parameter in table.singles and cls is not None and parameter in cls.row_parameters:
-                raise ValueError(f"{tensor} has shape {tensor.shape}; rows of {spec[parameter][1][1:]} are needed")
+                raise ValueError(_misshapen(tensor, spec[parameter][1]))
             if parameter in table.singles and tensor.dtype not in _PLAIN:
                 raise ValueError(f"{tensor} is {tensor.dtype}; {torch.float32} is needed")
         for parameter, parts in table.rows.items():
             dtype, expected = spec[parameter]
             for part in parts:
                 if len(part.shape) != len(expected) or part.shape[1:] != expected[1:]:
-                    raise ValueError(f"{part} has shape {part.shape}; rows of {expected[1:]} are needed")
+                    raise ValueError(_misshapen(part, expected))
                 if part.dtype != dtype:
                     raise ValueError(f"{part} is {part.dtype}; {dtype} is needed")
             total = sum(part.shape[0] for part in parts)
@@ -155,6 +155,11 @@ class Checkpoint:
                     f"{table.base}.{parameter} has {total} rows in {len(parts)} parts, the last is {parts[-1]}; the "
                     f"model's table has {num_rows}, so {abs(num_rows - total)} are {word}"
                 )
+
+
+def _misshapen(tensor: StoredTensor, expected: tuple[int, ...]) -> str:
+    needed = ", ".join(["rows", *map(str, expected[1:])])
+    return f"{tensor} has shape {tensor.shape}; ({needed}) is needed"
 
 
 def _is_single(scale: StoredTensor, num_rows: int) -> bool:

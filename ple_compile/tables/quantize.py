@@ -32,7 +32,7 @@ from ple_compile.tables.formats import QuantizedEmbedding, format_class
 from ple_compile.tables.mapped import MappedEmbedding
 from ple_compile.tables.offload import is_offloaded
 from ple_compile.tables.progress import Progress
-from ple_compile.tables.replace import put_back_on_failure, replace_embedding
+from ple_compile.tables.replace import check_replaceable, put_back_on_failure, replace_embedding
 from ple_compile.tables.tensor_file import StoredTensor, TensorWriter, map_rows, part_of, read_header, read_rows
 
 log = logging.getLogger(__name__)
@@ -112,9 +112,9 @@ def quantize_tables(model: nn.Module, format: str, *, path: str | os.PathLike | 
     while writing it.
 
     Raises ValueError for an unknown format, for a model without an n-gram table, for a table that is quantised,
-    sharded or on the meta device, for a `path` that holds something else or that another process is writing, and for
-    rows that are not finite or beyond the range of float32 or of the table's dtype, naming table and row; the model is
-    then as it was.
+    sharded, on the meta device, or in an embedding that does more than look rows up, for a `path` that holds something
+    else or that another process is writing, and for rows that are not finite or beyond the range of float32 or of the
+    table's dtype, naming table and row; the model is then as it was.
     """
     cls = format_class(format)
     tables = find_tables(model)
@@ -148,6 +148,7 @@ def _check(table: Table, cls: type[QuantizedEmbedding]) -> None:
         raise ValueError(f"quantize_tables: {table.name} is {weight.dtype} already; load the original to change it")
     if type(weight) is not nn.Parameter or hasattr(table.embedding, "layout"):
         raise ValueError(f"quantize_tables: {table.name} is sharded; quantise before shard_tables")
+    check_replaceable(table)
     cls.spec(*_shape(table))
 
 

@@ -8,7 +8,35 @@ from typing import Any
 from torch import nn
 
 from ple_compile.tables.find import Table
+from ple_compile.tables.formats import CheckedScales
 from ple_compile.tables.offload import is_offloaded, offload_tables
+
+
+def check_replaceable(table: Table) -> None:
+    """Raise ValueError for an embedding that does more than look rows up: another would leave that out."""
+    embedding: Any = table.embedding
+    if embedding.max_norm is not None:
+        extra = "max_norm"
+    elif embedding._forward_hooks or embedding._forward_pre_hooks:
+        extra = "forward hooks"
+    elif not _only_looks_up(embedding):
+        extra = "a forward of its own"
+    else:
+        return
+    raise ValueError(
+        f"{table.name} is in a {type(embedding).__name__} with {extra}, which would be lost in another format; do that "
+        "outside of the embedding"
+    )
+
+
+def _only_looks_up(embedding: nn.Embedding) -> bool:
+    """accelerate's hook, which moves ids and rows, counts as none."""
+    if "forward" in vars(embedding) and not hasattr(embedding, "_hf_hook"):
+        return False
+    weight = embedding._parameters["weight"]
+    assert weight is not None
+    scaled = weight.dtype.itemsize == 1 and "weight_scale" in embedding._parameters  # transformers' FP8Embedding
+    return isinstance(embedding, CheckedScales) or scaled or type(embedding).forward is nn.Embedding.forward
 
 
 def replace_embedding(model: nn.Module, table: Table, new: nn.Embedding) -> None:

@@ -4,12 +4,16 @@ import copy
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 from torch.testing._internal.common_quantized import _f32_to_floatx_unpacked, _floatx_unpacked_to_f32
 
 from ple_compile.tables import formats, scales
 from ple_compile.tables.formats import FORMATS, FP8Embedding, NVFP4Embedding, RowScaledFP8Embedding
+from ple_compile.tables.mapped import MappedEmbedding
+from ple_compile.tables.mapped_rows import MappedRows
 from ple_compile.tables.scales import check_scales
+from ple_compile.tables.tensor_file import read_header
 from tests.tables.test_offload import Model
 
 CLASSES = list(FORMATS.values())
@@ -158,6 +162,26 @@ def test_a_scale_that_was_never_loaded_is_refused(cls):
     state = {name: tensor for name, tensor in quantized(cls)[0].state_dict().items() if name == "weight"}
     with pytest.raises(RuntimeError, match="never loaded"):
         cls(64, 32).load_state_dict(state, strict=False)
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+@pytest.mark.parametrize("mapped", [False, True])
+def test_memory_that_to_empty_gave_is_no_scale(tmp_path, monkeypatch, cls, mapped):
+    module = quantized(cls, 4, 32)[0]
+    if mapped:
+        save_file(module.state_dict(), tmp_path / "model.safetensors")
+        stored = read_header(tmp_path / "model.safetensors")
+        rows = {key: MappedRows([stored[key]]) for key in cls.row_parameters}
+        singles = {key: getattr(module, key).detach() for key in module.table_parameters}
+        module = MappedEmbedding(rows, singles, cls, 32, torch.float32)
+    empty_like = torch.empty_like
+    monkeypatch.setattr(torch, "empty_like", lambda *args, **kwargs: empty_like(*args, **kwargs).zero_().add_(1))
+    module.to("meta").to_empty(device="cpu")
+    for key in module.scale_names:
+        assert getattr(module, key).isnan().all()
+    if module.scale_names:
+        with pytest.raises(ValueError, match="NaN means that it was never loaded"):
+            module(torch.tensor([1]))
 
 
 def test_a_group_scale_of_zero_is_legal_and_one_of_nan_is_not():

@@ -12,6 +12,7 @@ from ple_compile.tables import pinning
 from ple_compile.tables.formats import E4M3, FP8Embedding, NVFP4Embedding, RowScaledFP8Embedding
 from ple_compile.tables.load import fill, load_tables
 from ple_compile.tables.offload import is_offloaded, offload_tables
+from ple_compile.tables.quantize import quantize_tables
 from ple_compile.tables.save import save_tables
 from ple_compile.tables.tensor_file import read_header
 from tests.checkpoints import table_rows, write_checkpoint, write_index
@@ -162,7 +163,7 @@ FAULTS = {
     ),
     "too narrow": (
         lambda files: rewrite(files[1], **{f"{BASE}.shard_2.weight": table_rows(0, 22, WIDTH - 1)}),
-        rf"{BASE}.shard_2.weight in .*00002.* has shape \(22, 31\); rows of \(32,\) are needed",
+        rf"{BASE}.shard_2.weight in .*00002.* has shape \(22, 31\); \(rows, 32\) is needed",
     ),
     "too high": (
         lambda files: rewrite(files[1], **{f"{BASE}.shard_2.weight": table_rows(0, 23, WIDTH)}),
@@ -410,7 +411,15 @@ def test_a_scale_of_another_format(tmp_path, kind, extra):
 def test_one_scale_where_each_group_has_its_own(tmp_path):
     write_quantized(tmp_path, NVFP4Embedding)
     rewrite(tmp_path / "model.safetensors", **{f"{BASE}.weight_scale": torch.ones(1).to(E4M3)})
-    with pytest.raises(ValueError, match=r"weight_scale in .* has shape \(1,\); rows of \(2,\) are needed"):
+    with pytest.raises(ValueError, match=r"weight_scale in .* has shape \(1,\); \(rows, 2\) is needed"):
+        load_tables(Model(), tmp_path)
+
+
+def test_one_scale_for_each_part(tmp_path):
+    write_quantized(tmp_path, RowScaledFP8Embedding, 2)
+    scales = {f"{BASE}.shard_{part}.weight_scale": torch.ones(1) for part in range(2)}
+    rewrite(tmp_path / "model.safetensors", **scales)
+    with pytest.raises(ValueError, match=r"shard_0.weight_scale in .* has shape \(1,\); \(rows, 1\) is needed"):
         load_tables(Model(), tmp_path)
 
 
@@ -474,6 +483,70 @@ def test_formats_that_do_not_go_together(tmp_path):
     model.table.weight = nn.Parameter(model.table.weight.to(torch.float8_e4m3fn), requires_grad=False)
     with pytest.raises(ValueError, match="is torch.float8_e4m3fn and .* is torch.bfloat16; pass format="):
         load_tables(model, plain)
+
+
+class Doubling(nn.Embedding):
+    def forward(self, input):
+        return super().forward(input) * 2
+
+
+def doubling_class(table):
+    table.__class__ = Doubling
+
+
+def doubling_hook(table):
+    table.register_forward_hook(lambda module, arguments, rows: rows * 2)
+
+
+def shifting_hook(table):
+    table.register_forward_pre_hook(lambda module, arguments: (arguments[0] + 1,))
+
+
+def patched(table):
+    table.forward = lambda ids: nn.Embedding.forward(table, ids) * 2
+
+
+def bounded(table):
+    table.max_norm = 1.0
+
+
+CHANGES = {
+    "quantize_tables": lambda model, directory: quantize_tables(model, "fp8"),
+    "format": lambda model, directory: load_tables(model, directory / "plain", format="fp8_row"),
+    "mmap": lambda model, directory: load_tables(model, directory / "plain", format="mmap"),
+    "stored": lambda model, directory: load_tables(model, directory / "fp8"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize(
+    "extend, extra",
+    [
+        (doubling_class, "Doubling with a forward of its own"),
+        (doubling_hook, "Embedding with forward hooks"),
+        (shifting_hook, "Embedding with forward hooks"),
+        (patched, "Embedding with a forward of its own"),
+        (bounded, "Embedding with max_norm"),
+    ],
+)
+def test_what_an_embedding_does_beside_looking_up_is_not_lost(tmp_path, change, extend, extra):
+    write_quantized(tmp_path / "fp8", FP8Embedding)
+    write_checkpoint(tmp_path / "plain", ROWS, WIDTH, base=BASE)
+    model = Model(device="cpu")
+    table = model.table
+    extend(table)
+    with pytest.raises(ValueError, match=f"{BASE}.weight is in a {extra}, which would be lost in another format"):
+        CHANGES[change](model, tmp_path)
+    assert model.table is table
+    load_tables(model, tmp_path / "plain")
+    assert torch.equal(table.weight, table_rows(0, ROWS, WIDTH))
+
+
+def test_a_table_that_accelerate_moves_is_quantised():
+    model = Model(device="cpu")
+    model.table._hf_hook, model.table.forward = object(), model.table.forward
+    quantize_tables(model, "fp8")
+    assert isinstance(model.table, FP8Embedding)
 
 
 def test_index_of_another_checkpoint(tmp_path):

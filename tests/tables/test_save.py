@@ -14,6 +14,7 @@ from ple_compile.tables.formats import FORMATS
 from ple_compile.tables.load import load_tables
 from ple_compile.tables.offload import offload_tables
 from ple_compile.tables.parts import INDEX
+from ple_compile.tables.quantize import quantize_tables
 from ple_compile.tables.save import save_tables
 from ple_compile.tables.tensor_file import TensorWriter
 from tests.checkpoints import table_rows, write_checkpoint
@@ -90,6 +91,31 @@ def test_transformers_loads_it(tmp_path):
     load_tables(fresh, tmp_path)
     name = "model.layers.2.ple.ple_embedding.ngram_embedding.weight"
     assert torch.equal(fresh.state_dict()[name], state[name])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("num_parts", [1, 3])
+def test_transformers_loads_fp8_into_its_own_module(tmp_path, dtype, num_parts):
+    transformers = pytest.importorskip("transformers")
+    from tests.tiny_models import prompt, shallow_model
+
+    shallow_model().save_pretrained(tmp_path / "plain")
+    # From a checkpoint: `to(bfloat16)` would round the rotary frequencies too, which from_pretrained keeps in float32.
+    model = transformers.Qwen4ExpForCausalLM.from_pretrained(tmp_path / "plain", dtype=dtype)
+    quantize_tables(model, "fp8")
+    rest = {name: tensor for name, tensor in model.state_dict().items() if "ngram_embedding." not in name}
+    model.config.quantization_config = {
+        "quant_method": "fp8",
+        "modules_to_convert": ["ngram_embedding"],
+        "modules_to_not_convert": [name for name, module in model.named_modules() if isinstance(module, nn.Linear)],
+    }
+    model.save_pretrained(tmp_path / "fp8", state_dict=rest)
+    save_tables(model, tmp_path / "fp8", num_parts)
+    loaded = transformers.Qwen4ExpForCausalLM.from_pretrained(tmp_path / "fp8", dtype=dtype)
+    table = loaded.model.layers[0].ple.ple_embedding.ngram_embedding
+    assert type(table).__module__.startswith("transformers.") and table.weight.dtype == torch.float8_e4m3fn
+    with torch.no_grad():
+        assert torch.equal(loaded(prompt(7)).logits, model(prompt(7)).logits)
 
 
 def test_what_transformers_saves_is_loaded(tmp_path):
