@@ -202,7 +202,7 @@ def random_requests(config: Config, count: int, longest_prompt: int, longest_ans
     return requests
 
 
-@torch.inference_mode()
+@torch.no_grad()  # not inference_mode: two weights that were made in it cannot be merged into one
 def main(argv: list[str] | None = None) -> dict[str, int]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--preset", choices=["tiny", "flash_next"], default="tiny")
