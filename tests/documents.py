@@ -29,6 +29,9 @@ GPU_MARK = '<!--- skip: next if(no_gpu, reason="needs a GPU") --->'
 GPU_COMMANDS = {
     "python benchmarks/kernels.py --peer DIR": "benchmarks/kernels.py --out OUT/kernels.json",
     "python benchmarks/layer.py --peer DIR": "benchmarks/layer.py --rows 100000 --tokens 1 --out OUT/layer.json",
+    "python benchmarks/layer.py --tables transformers": (
+        "benchmarks/layer.py --tables transformers --rows 100000 --tokens 1 --ways eager ours --out OUT/layer.json"
+    ),
     "python benchmarks/host_table.py": "benchmarks/host_table.py --rows 1000000 --cache-percent 1 --out OUT/host.json",
     "python benchmarks/whole_model.py --variants eager ple ple_whole --prompts 2048 1": (
         "benchmarks/whole_model.py --variants ple --prompts 1 --out OUT/whole.json"
