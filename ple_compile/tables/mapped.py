@@ -1,5 +1,6 @@
 """An embedding whose table stays in its files, for hosts with less memory than the table."""
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -10,12 +11,15 @@ import ple_compile.ops.mapped_lookup  # noqa: F401  (registers the operator)
 from ple_compile.tables.formats import CheckedScales, QuantizedEmbedding
 from ple_compile.tables.mapped_rows import MappedRows
 
+log = logging.getLogger("ple_compile")
+
 
 class MappedEmbedding(CheckedScales):
     """Looks rows up in mapped files, plain ones or those of a quantised format.
 
-    `weight` has no rows: it only says on which device ids are expected and of what type rows are, and a state dict with
-    a real table does not fit it. `save_tables` writes the table from its files.
+    `weight` has no rows: it only says on which device ids are expected and of what type rows are. A state dict with a
+    real table does not fit it, and its own has no rows, which a warning says once. `save_tables` writes the table from
+    its files.
     """
 
     def __init__(
@@ -29,7 +33,7 @@ class MappedEmbedding(CheckedScales):
         num_rows = rows["weight"].num_rows
         super().__init__(num_rows, embedding_dim, _weight=torch.empty(num_rows, embedding_dim, device="meta"))
         self.weight = nn.Parameter(torch.empty(0, embedding_dim, dtype=dtype), requires_grad=False)
-        self.rows, self.quantized = rows, quantized
+        self.rows, self.quantized, self._told = rows, quantized, False
         self._number_lookups()
         self.scale_names = tuple(singles)
         for name, tensor in singles.items():
@@ -55,6 +59,12 @@ class MappedEmbedding(CheckedScales):
             if getattr(self, name).dtype != tensor.dtype:
                 self._put_single(name, tensor.to(getattr(self, name).device))
         return self
+
+    def _save_to_state_dict(self, destination: dict, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if not self._told:
+            log.warning("%sweight stays in its files and has no rows in a state dict; save_tables writes them", prefix)
+            self._told = True
 
     def forward(self, input: Tensor) -> Tensor:
         scales = self.checked_scales()

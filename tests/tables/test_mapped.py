@@ -222,3 +222,11 @@ def test_memory_of_a_large_table(tmp_path):
     found = torch.ops.ple.mapped_lookup(rows.number, picked.flip(0), width, torch.uint8)
     assert found[:, 0].tolist() == [4, 3, 2, 1] and found[:, -1].tolist() == [4, 3, 2, 1]
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100 * 1024
+
+
+def test_a_state_dict_without_the_rows_says_so_once(mapped, caplog):
+    for _ in range(2):
+        (weight,) = (tensor for name, tensor in mapped.state_dict().items() if name.endswith("weight"))
+        assert weight.shape == (0, WIDTH)
+    (message,) = [record.getMessage() for record in caplog.records]
+    assert "weight stays in its files" in message
