@@ -226,7 +226,7 @@ def test_debug_names_a_placeholder_in_the_context() -> None:
     assert "ple.checked_context.default" in traced.targets()
 
 
-@pytest.mark.parametrize("expanded", [False, True])
+@pytest.mark.parametrize("expanded", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_one_graph_for_any_composition(expanded: bool) -> None:
     """Two more are Dynamo's, which specialises on sizes of 1: one request, and one token. None comes of a pass."""
     torch._dynamo.reset()

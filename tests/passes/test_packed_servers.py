@@ -42,12 +42,15 @@ def arguments() -> tuple:
     return layer, streams, ids, batch, torch.stack([pool + i for i in range(LAYERS)]).nan_to_num()
 
 
-def run(call: Callable, *inputs: object, states: Tensor) -> Traced:
-    """Compile and run; results and states must equal eager's, whatever was replaced."""
+def run(call: Callable, *inputs: object, states: Tensor, dynamic: bool = False) -> Traced:
+    """Compile and run; results and states must equal eager's, whatever was replaced.
+
+    Sizes are not what is tested here, and symbolic ones cost PyTorch several times the time.
+    """
     torch._dynamo.reset()
     traced, ours, eagers = Traced(), states.clone(), states.clone()
     with torch.no_grad():
-        compiled = torch.compile(call, backend=passes_backend(traced), dynamic=True, fullgraph=True)
+        compiled = torch.compile(call, backend=passes_backend(traced), dynamic=dynamic, fullgraph=True)
         actual, expected = compiled(*inputs, ours), call(*inputs, eagers)
     for a, e in zip((*actual, ours), (*expected, eagers), strict=True):
         assert_equal(a, e)
@@ -68,7 +71,8 @@ def test_one_tensor_of_states(name: str) -> None:
         streams = streams + layer(streams, ids, batch, view(states, 0))
         return (streams + layer(streams, ids, batch, view(states, 2)),)
 
-    assert_all_match(run(two_layers, streams, ids, batch, states=make(states)), layers=2)
+    traced = run(two_layers, streams, ids, batch, states=make(states), dynamic=name == "slots first")
+    assert_all_match(traced, layers=2)
 
 
 def test_slots_of_all_layers_in_one_dim() -> None:
@@ -95,9 +99,6 @@ def test_views_and_flags_made_anew_at_every_use() -> None:
 
 COMPUTED: dict[str, Callable[[PackedBatch, Tensor, Tensor, Tensor], PackedBatch]] = {
     "flags of counts": lambda batch, computed, table, tokens: batch._replace(has_initial_state=computed > 0),
-    "flags of sequence lengths": lambda batch, computed, table, tokens: batch._replace(
-        has_initial_state=(computed + batch.query_start_loc.diff()) - batch.query_start_loc.diff() != 0
-    ),
     "starts of lengths": lambda batch, computed, table, tokens: batch._replace(
         query_start_loc=F.pad(table[:, 1].cumsum(0), (1, 0))
     ),
@@ -124,7 +125,7 @@ def test_what_the_graph_computes(name: str) -> None:
     def call(batch: PackedBatch, computed: Tensor, table: Tensor, tokens: Tensor, states: Tensor) -> tuple[Tensor]:
         return (layer(streams, ids, COMPUTED[name](batch, computed, table, tokens), states[1]),)
 
-    assert_all_match(run(call, batch, computed, table, tokens, states=states))
+    assert_all_match(run(call, batch, computed, table, tokens, states=states, dynamic=name == "all of it"))
 
 
 def test_accepted_tokens_of_drafts() -> None:
@@ -172,7 +173,7 @@ def test_another_layer_is_read() -> None:
     assert not traced.declines() and traced.counts() == dict.fromkeys(ALL_PASSES, 1)
 
 
-@pytest.mark.parametrize("name", ["layers first", "slots first", "columns first"])
+@pytest.mark.parametrize("name", ["slots first", pytest.param("columns first", marks=pytest.mark.slow)])
 def test_generated_code_hands_the_op_the_states_themselves(
     name: str, fresh_dynamo: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -185,7 +186,7 @@ def test_generated_code_hands_the_op_the_states_themselves(
         return streams + layer(streams, ids, batch, view(states, 1))
 
     with torch.no_grad(), torch._inductor.config.patch(force_disable_caches=True):
-        compiled = torch.compile(call, backend="ple", options={"strict": True}, dynamic=True, fullgraph=True)
+        compiled = torch.compile(call, backend="ple", options={"strict": True}, dynamic=False, fullgraph=True)
         actual, (code,) = run_and_get_code(compiled, streams, ours)
         assert_equal(actual, call(streams, eagers))
     assert_equal(ours, eagers)
