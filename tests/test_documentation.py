@@ -16,7 +16,7 @@ RUN_BY: dict[str, tuple[str, str]] = {
     "make docs": (".ci/run", "make docs"),
     "make quickstart": (".ci/run", "make quickstart"),
     "make test": (".ci/run", "make test"),
-    "make test-oldest": (".ci/run", "make test-oldest"),
+    "make test-oldest": ("Makefile", "test-oldest:"),
     ".ci/run": (".ci/run", "#!/usr/bin/env bash"),
     "pip install .[transformers]": (
         ".ci/run",
