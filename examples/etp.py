@@ -42,7 +42,7 @@ class Generation:
         self.tokens += self.new
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def main(argv: list[str] | None = None) -> list[int]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--preset", choices=["tiny", "flash_next"], default="tiny")

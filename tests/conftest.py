@@ -26,9 +26,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def fresh_dynamo() -> Iterator[None]:
     """Nothing compiled before or after, counters and statistics at zero."""
     import ple_compile
-    from ple_compile import upstream
+    from ple_compile import regions, upstream
 
     torch._dynamo.reset()
+    for model in list(regions._compiled_models):
+        ple_compile.restore(model)
     upstream.counters.clear()
     ple_compile.reset_stats()
     yield

@@ -102,7 +102,7 @@ def test_a_step_that_fails(no_codegen: None, monkeypatch: pytest.MonkeyPatch) ->
     [(torch, "compile", 2), (accelerate_hooks, "idle_inside", 2), (regions, "_CompiledCallHook", 1)],
 )
 def test_a_model_is_compiled_wholly_or_not_at_all(
-    monkeypatch: pytest.MonkeyPatch, whole_graph: bool, owner: object, name: str, call: int
+    fresh_dynamo: None, monkeypatch: pytest.MonkeyPatch, whole_graph: bool, owner: object, name: str, call: int
 ) -> None:
     model = shallow_model(ple_layer_ids=(1, 2))
     attributes = [set(vars(module)) for module in model.modules()]

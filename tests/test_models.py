@@ -69,15 +69,3 @@ def test_save_pretrained_after_compiling(no_codegen: None, tmp_path: pytest.Temp
     model.save_pretrained(tmp_path)
     again = type(model).from_pretrained(tmp_path).eval()
     torch.testing.assert_close(again(prompt(6)).logits, expected, rtol=1e-4, atol=1e-4)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("dtype", [torch.float32, torch.int16])
-def test_ids_of_another_type_do_as_in_eager(no_codegen: None, dtype: torch.dtype) -> None:
-    model = tiny_model()
-    layer = model.model.layers[1].ple
-    streams = torch.randn(1, 5, 128)
-    ids = prompt(5).to(dtype)
-    expected = layer(streams, ids, None)
-    ple_compile.compile(model, whole_graph=False)
-    torch.testing.assert_close(layer(streams, ids, None), expected, rtol=1e-4, atol=1e-4)
