@@ -57,7 +57,9 @@ def prefill(layer: Layer) -> dict[str, list[dict]]:
     report: dict[str, list[dict]] = {"gate pass": [], "convolution pass": [], "both passes": []}
     for tokens in PREFILL_TOKENS:
         inputs = [layer.inputs(*tensors) for tensors in draw(1, tokens)]
-        scalars = empty_scalars(inputs[0], Tuning()._replace(conv_steps=8)).normal_()
+        key, value, dilation = inputs[0].key, inputs[0].value, inputs[0].dilation
+        rows, longest = key.numel() // value.shape[-1], Tuning()._replace(conv_steps=8)
+        scalars = empty_scalars(rows, dilation, longest, key.device).normal_()
         gates, convs = gate_pass(inputs, scalars, tokens), convolution_pass(inputs, scalars, tokens)
         gate, conv = best(gates), best(convs)
         for dependent, programs in product((True, False), (conv["programs"] // 2, conv["programs"])):

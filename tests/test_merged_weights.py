@@ -73,7 +73,9 @@ def one_matrix_already(layer):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("prepare", [None, tied_by_a_view, in_a_larger_storage, one_matrix_already])
+@pytest.mark.parametrize(
+    "prepare", [None, tied_by_a_view, pytest.param(in_a_larger_storage, marks=pytest.mark.slow), one_matrix_already]
+)
 def test_the_report_says_whether_the_weights_are_merged(no_codegen, prepare):
     case = Case()
     layer, (streams, ids, _) = case.layer(), case.inputs()

@@ -5,7 +5,7 @@ import torch
 from transformers import Qwen4ExpConfig, Qwen4ExpForConditionalGeneration
 
 import ple_compile
-from tests.tiny_models import prompt, tiny_model
+from tests.tiny_models import prompt, shallow_model, tiny_model
 
 
 def executions() -> int:
@@ -14,7 +14,7 @@ def executions() -> int:
 
 @torch.no_grad()
 def test_hidden_states_do_not_prevent_fusion(no_codegen: None) -> None:
-    model = tiny_model((1, 2))
+    model = shallow_model((1, 2))
     expected = model(prompt(9), output_hidden_states=True)
     ple_compile.compile(model, strict=True, whole_graph=False)
     actual = model(prompt(9), output_hidden_states=True)
@@ -26,7 +26,7 @@ def test_hidden_states_do_not_prevent_fusion(no_codegen: None) -> None:
 
 @torch.no_grad()
 def test_padded_batches(no_codegen: None) -> None:
-    model = tiny_model()
+    model = shallow_model()
     ids = prompt(9, batch=3)
     mask = torch.ones_like(ids)
     mask[0, :4] = 0
@@ -40,7 +40,7 @@ def test_padded_batches(no_codegen: None) -> None:
 @torch.no_grad()
 def test_embeddings_with_their_ids(no_codegen: None) -> None:
     """The text side of the multimodal model gets embeddings, and the ids for PLE beside them."""
-    text = tiny_model().config
+    text = shallow_model().config
     config = Qwen4ExpConfig(
         text_config=text.to_dict(),
         vision_config=dict(depth=1, hidden_size=16, num_heads=2, intermediate_size=16, out_hidden_size=32),

@@ -130,7 +130,7 @@ def test_fused_layer_equals_eager(case: Case) -> None:
 
 
 @pytest.mark.parametrize(
-    "lengths", [(1, 1, 1), (9, 9), *(pytest.param(x, marks=pytest.mark.slow) for x in ((1,), (4,), (3, 4, 5)))]
+    "lengths", [(1, 1, 1), *(pytest.param(x, marks=pytest.mark.slow) for x in ((9, 9), (1,), (4,), (3, 4, 5)))]
 )
 def test_sizes_that_coincide(lengths):
     """As many tokens as requests, as many of either as columns: symbols that are one, or none; then others."""
@@ -148,7 +148,7 @@ def test_sizes_that_coincide(lengths):
     assert not traced.declines() and traced.counts() == dict.fromkeys(ALL_PASSES, len(traced.graphs))
 
 
-@pytest.mark.parametrize("accepted", [False, True])
+@pytest.mark.parametrize("accepted", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_second_graph_is_fused_too(accepted: bool) -> None:
     """In a graph for several requests behind one for a single one, what is only indexed has a size of its own."""
     torch._dynamo.reset()
@@ -201,7 +201,7 @@ def test_through_inductor() -> None:
     layer = case.layer()
     compiled = torch.compile(case.call, backend="ple", options={"strict": True}, dynamic=True, fullgraph=True)
     with torch.no_grad():
-        for seed, lengths in enumerate(COMPOSITIONS[:4]):
+        for seed, lengths in enumerate(COMPOSITIONS[:2]):
             arguments = case.arguments(layer, lengths, seed)
             ours, eagers = arguments[3].clone(), arguments[3].clone()
             actual = compiled(layer, *arguments[:3], ours, arguments[4])
@@ -251,5 +251,5 @@ def test_changing_contents_in_the_same_tensors(decode: bool) -> None:
     step, traced = ReplayedStep("cpu", decode=decode), Traced()
     compiled = torch.compile(step.layer, backend=passes_backend(traced), dynamic=True, fullgraph=True)
     with torch.no_grad():
-        step.run(lambda: compiled(*step.arguments(step.pool)), 40)
+        step.run(lambda: compiled(*step.arguments(step.pool)), 15)
     assert len(traced.graphs) == 1 and not traced.declines()

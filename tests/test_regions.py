@@ -11,7 +11,7 @@ import ple_compile
 from ple_compile import accelerate_hooks, regions
 from tests.tiny_models import generate, prompt, shallow_model, tiny_model
 
-LENGTHS = (1, 2, 5, 8, 9, 10, 13, 24, 33, 70)
+LENGTHS = (1, 2, 5, 9, 13, 33)
 
 
 def executions() -> int:
@@ -35,7 +35,9 @@ def forwards(model: Qwen4ExpForCausalLM) -> list[int]:
 @pytest.mark.parametrize(
     "ple_layer_ids, whole_graph", [pytest.param((1,), True, marks=pytest.mark.slow), ((1, 2), False)]
 )
-def test_ten_prompt_lengths_run_compiled(no_codegen: None, ple_layer_ids: tuple[int, ...], whole_graph: bool) -> None:
+def test_prompts_of_any_length_run_compiled(
+    no_codegen: None, ple_layer_ids: tuple[int, ...], whole_graph: bool
+) -> None:
     model = shallow_model(ple_layer_ids)
     expected = [generate(model, prompt(length)) for length in LENGTHS]
     ple_compile.compile(model, strict=True, whole_graph=whole_graph)
@@ -47,12 +49,12 @@ def test_ten_prompt_lengths_run_compiled(no_codegen: None, ple_layer_ids: tuple[
 
 
 def static_tokens(model: Qwen4ExpForCausalLM, config: CompileConfig | None = None) -> list[torch.Tensor]:
-    """Five tokens for each of two prompts, with a static cache; with `config` transformers compiles the decode."""
+    """Tokens for two prompts, with a static cache; with `config` transformers compiles the decode."""
     settings: dict = dict(cache_implementation="static")
     if config is not None:
         config._compile_all_devices = True
         settings["compile_config"] = config
-    return [generate(model, prompt(length), 5, **settings) for length in (5, 20)]
+    return [generate(model, prompt(length), 3, **settings) for length in (5, 20)]
 
 
 @pytest.mark.parametrize("whole_graph", [pytest.param(True, marks=pytest.mark.slow), False])
@@ -64,7 +66,7 @@ def test_static_cache_decode_keeps_ple(no_codegen: None, whole_graph: bool) -> N
     actual = static_tokens(model, CompileConfig())
     for ours, eager in zip(actual, expected):
         assert torch.equal(ours, eager)
-    assert executions() == 2 * 5
+    assert executions() == 2 * 3
 
 
 def test_compile_config_road(no_codegen: None) -> None:
@@ -74,7 +76,7 @@ def test_compile_config_road(no_codegen: None) -> None:
     actual = static_tokens(model, CompileConfig(backend="ple", mode=None))
     for ours, eager in zip(actual, expected):
         assert torch.equal(ours, eager)
-    assert executions() == 2 * (5 - 1)
+    assert executions() == 2 * (3 - 1)
 
 
 @torch.no_grad()

@@ -59,7 +59,7 @@ LOST = {
 }
 
 
-def run(*spelled: tuple[str, str], **changes: Any) -> Traced:
+def run(*spelled: tuple[str, str], dynamic: bool = False, **changes: Any) -> Traced:
     """Compile a layer of these spellings; result and state must be eager's, in 16 bits 99.9 % of them bit for bit."""
     torch._dynamo.reset()
     sizes = dict(hc_count=2, hidden_size=24, kernel=3, length=5, embed_per_head=4)
@@ -67,7 +67,8 @@ def run(*spelled: tuple[str, str], **changes: Any) -> Traced:
     layer, inputs = case.layer(), case.inputs()
     ours, eagers = case.new_cache(layer), case.new_cache(layer)
     with torch.no_grad():
-        actual = [torch.compile(case.call, backend=passes_backend(traced))(layer, *inputs, ours), *case.states(ours)]
+        compiled = torch.compile(case.call, backend=passes_backend(traced), dynamic=dynamic)
+        actual = [compiled(layer, *inputs, ours), *case.states(ours)]
         expected = [case.call(layer, *inputs, eagers), *case.states(eagers)]
     if case.dtype == "float32":
         for mine, eager in zip(actual, expected, strict=True):
@@ -114,6 +115,20 @@ def configurations() -> Iterator[ParameterSet]:
 def test_fused(spelled: list[tuple[str, str]], dtype: str, cache: str) -> None:
     mask, length = (cache == "none", 5) if dtype == "float32" else (False, 20)
     traced = run(*spelled, dtype=dtype, cache=cache, mask=mask, length=length)
+    one_product = ("projections", "one, split") in spelled
+    assert not traced.declines()
+    assert traced.counts() == dict.fromkeys(PASSES - ({"merge_kv_proj"} if one_product else set()), 1)
+
+
+PARTED_BY_SIZE = [("projections", "one, split"), ("dot", "matmul of rows and columns")]
+
+
+@pytest.mark.parametrize(
+    "spelled", [PARTED_BY_SIZE, *(pytest.param(ways, marks=pytest.mark.slow) for ways in rounds("float32"))]
+)
+def test_fused_with_sizes_as_symbols(spelled: list[tuple[str, str]]) -> None:
+    """Sizes computed in the graph stand among the tensors that a gate is made of."""
+    traced = run(*spelled, dynamic=True)
     one_product = ("projections", "one, split") in spelled
     assert not traced.declines()
     assert traced.counts() == dict.fromkeys(PASSES - ({"merge_kv_proj"} if one_product else set()), 1)

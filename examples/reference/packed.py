@@ -38,8 +38,9 @@ class PackedBatch(NamedTuple):
 def locate(query_start_loc: Tensor, token: Tensor) -> tuple[Tensor, Tensor]:
     """The request of each of the batch's tokens, given by number, and the token's place in it."""
     starts = query_start_loc.long()
-    # Requests that end at or before the token; tokens after the last request's end count as its own.
-    request = torch.searchsorted(starts[1:].contiguous(), token, right=True).clamp(max=starts.shape[0] - 2)
+    # Requests that begin at or before the token; tokens after the last request's end count as its own. Not in
+    # `starts[1:]`: PyTorch 2.11 generates no code for a search in a slice.
+    request = (torch.searchsorted(starts, token, right=True) - 1).clamp(0, starts.shape[0] - 2)
     return request, token - starts[request]
 
 

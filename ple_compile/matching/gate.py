@@ -290,7 +290,7 @@ def _value(product: Node, sources: set[Node], shape: tuple) -> Node:
     nodes = cone([product], sources)
     fed = depends_on(nodes, sources) | sources
     for node in (*reversed(nodes), *open_inputs([product], sources)):
-        if node not in fed and dims(node) == shape and value(node).is_floating_point():
+        if node not in fed and is_tensor(node) and dims(node) == shape and value(node).is_floating_point():
             return source_of_shape(node, shape) or node
     raise Declined("no product of the gate and a value of one hidden width")
 

@@ -38,8 +38,9 @@ class Requests(NamedTuple):
 def locate(query_start_loc: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
     """The request of each of `tokens` (positions in the batch), and the token's place in it."""
     starts = query_start_loc.long()
-    # Not starts[1:-1]: traced with symbolic sizes, that would guard on R - 1 and cost a graph for two requests.
-    request = torch.searchsorted(starts[1:].contiguous(), tokens, right=True).clamp(max=starts.shape[0] - 2)
+    # Not in a slice of `starts`: PyTorch 2.11 generates no code for that, and starts[1:-1] would guard on R - 1 and
+    # cost a graph for two requests.
+    request = (torch.searchsorted(starts, tokens, right=True) - 1).clamp(0, starts.shape[0] - 2)
     return request, tokens - starts[request]
 
 

@@ -166,7 +166,7 @@ def run(inputs: Inputs, new_state: Tensor | None, tuning: Tuning | None = None) 
     if seq == 1 and batch * (width // inputs.value.shape[-1]) <= tuning.few_rows:
         launch_few_tokens(inputs, out, new_state, None, tuning)
         return out
-    scalars = empty_scalars(inputs, tuning)
+    scalars = empty_scalars(out.numel() // inputs.value.shape[-1], inputs.dilation, tuning, out.device)
     if seq == 1:
         launch_scalars(inputs, scalars, tuning)
         launch_few_tokens(inputs, out, new_state, scalars, tuning, given=True)
@@ -181,15 +181,12 @@ def run(inputs: Inputs, new_state: Tensor | None, tuning: Tuning | None = None) 
     return out
 
 
-def empty_scalars(inputs: Inputs, tuning: Tuning) -> Tensor:
-    """Room for [2, streams, tokens]: g and the conv norm's scale.
+def empty_scalars(rows: int, dilation: int, tuning: Tuning, device: torch.device) -> Tensor:
+    """Room for g and the conv norm's scale of `rows`, the streams of every token: [2, streams, tokens].
 
-    A program of the convolution also reads, unused, those of the steps that it has past the end or looks ahead to.
+    window_kernel also reads, unused, those of the steps that it has past the end or looks ahead to.
     """
-    batch, seq, width = inputs.key.shape
-    rows = width // inputs.value.shape[-1] * batch * seq
-    room = 2 * tuning.conv_steps * inputs.dilation
-    return torch.empty(2 * rows + room, dtype=torch.float32, device=inputs.key.device)
+    return torch.empty(2 * rows + 2 * tuning.conv_steps * dilation, dtype=torch.float32, device=device)
 
 
 def launch_scalars(inputs: Inputs, scalars: Tensor, tuning: Tuning) -> None:

@@ -29,7 +29,7 @@ from ple_compile.ops._packed import Requests
 from ple_compile.ops._packed_gate_conv_kernels import columns_kernel, decode_kernel, window_kernel
 from ple_compile.ops._rounding import TRITON_DTYPE
 from ple_compile.ops._tiles import row_parts, vector_size
-from ple_compile.ops.gate_conv import Tuning, aligned, depends, tuned, turns_of
+from ple_compile.ops.gate_conv import Tuning, aligned, depends, empty_scalars, tuned, turns_of
 
 # Decoding knows one or two launches (gate_conv's `few_rows` says which is faster). They are right for any batch with as
 # many tokens as requests, and slow for requests of many tokens in it, which they walk through one by one; telling those
@@ -117,9 +117,7 @@ def run(inputs: Inputs, tuning: Tuning) -> tuple[Tensor, Tensor]:
     key, value, hidden = (gate_op.batched(x)[0] for x in inputs[:3])  # the last dimension contiguous
     inputs = inputs._replace(key=key, value=value, hidden=hidden)
     rows = tokens * (channels // value.shape[-1])
-    # g and the conv norm's scale, [2, streams, tokens]; window_kernel also reads, unused, those past the end.
-    room = 2 * tuning.conv_steps * inputs.dilation
-    scalars = torch.empty(2 * rows + room, dtype=torch.float32, device=out.device)
+    scalars = empty_scalars(rows, inputs.dilation, tuning, out.device)
     decoding = WALK_WHERE_TOKENS_ARE_AS_MANY_AS_REQUESTS and tokens == inputs.requests.num_requests
     if decoding and inputs.boundaries is None:
         if rows <= tuning.few_rows:

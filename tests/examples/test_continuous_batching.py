@@ -10,12 +10,17 @@ from examples.continuous_batching import Piece, Request, main
 from examples.reference import tiny
 from examples.reference.packed import PackedPLE
 
-OPTIONS = [[], ["--chunk-size", "3", "--slots", "2"], ["--backend", "aot_eager"], ["--backend", "ple", "--strict"]]
+OPTIONS = [
+    [],
+    ["--chunk-size", "3", "--slots", "2"],
+    pytest.param(["--backend", "aot_eager"], marks=pytest.mark.slow),
+    ["--backend", "ple", "--strict"],
+]
 
 
 @pytest.mark.parametrize("options", OPTIONS)
-def test_tokens_equal_one_request_at_a_time(options, capsys, fresh_dynamo):
-    """Through the backend every layer runs fused; tests/gpu does the same with decode steps in CUDA graphs."""
+def test_tokens_equal_one_request_at_a_time(options, capsys, no_codegen):
+    """Through the backend every layer runs fused; tests/gpu does the same with code, and decode in CUDA graphs."""
     result = main([*options, "--seed", "1"])
     fused = ple_compile.stats()["ple_executions"]
     assert fused == (result["mixed"] + result["decode"] if "ple" in options else 0)

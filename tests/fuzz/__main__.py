@@ -1,8 +1,8 @@
 """Random layers under random sequences of calls, until the time is over: python -m tests.fuzz --seconds 600
 
 Padded and packed layers by turns, unless `--layout` names one. Prints the program that repeats the first failure,
-shrunk, and exits with 1; at the end, how much was tried. With a GPU (`--device cuda`) the calls go through Inductor; on
-a CPU the rewritten graphs run in eager PyTorch unless `--inductor` is given.
+at once and then shrunk, and exits with 1; at the end, how much was tried. With a GPU (`--device cuda`) the calls go
+through Inductor; on a CPU the rewritten graphs run in eager PyTorch unless `--inductor` is given.
 """
 
 import argparse
@@ -41,7 +41,7 @@ def main(argv: list[str] | None = None) -> int:
         search.try_some(name, options.seed + number)
     print(f"seed {options.seed}: {search}")
     if search.failure:
-        print(search.failure, file=sys.stderr)
+        print(f"\nshrunk: {search.failure}", file=sys.stderr)
     return 1 if search.failure else 0
 
 
@@ -70,7 +70,10 @@ class Search:
             try:
                 state = run(layout, case, sequence, device=self.device, through_inductor=self.through_inductor)
             except Exception as error:
+                is_first = not self.failure
                 self.failure = f"{type(error).__name__}: {error}\n\n{script(layout, case, sequence)}"
+                if is_first:
+                    print(f"{self.failure}\nshrinking ...", file=sys.stderr, flush=True)
                 raise
             self.totals[name][0] += state.calls
             self.totals[name][1] += state.configurations

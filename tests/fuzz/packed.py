@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from examples.reference import Config, tiny
 from examples.reference.packed import PackedBatch, PackedPLE
 from tests.fuzz.requests import Part, Request
-from tests.fuzz.shared import Run, assert_equal, assert_near, assert_right, recompiles, updates, weighted
+from tests.fuzz.shared import Run, assert_right, recompiles, updates, weighted
 from tests.test_packed_matrix import Case
 
 EOS = 3
@@ -180,7 +180,7 @@ class Packed(Run):
         boundaries = self._index(ends) if self.case.boundaries else None
         actual, expected = self.call_both(lambda pool: (streams, ids, batch, pool, boundaries), *self.pools)
         for mine, eager in zip((*actual, self.pools[0]), (*expected, self.pools[1]), strict=True):
-            assert_equal(mine, eager)
+            self.assert_equal(mine, eager)
         begin = 0
         for part in parts:
             own = slice(begin, begin + len(part.new))
@@ -230,7 +230,7 @@ class Packed(Run):
         exact, _ = part.exact(self.layers[2], streams, self.case.heads_per_ngram)
         exact = exact + streams.double() if self.case.residual else exact
         assert_right(expected, exact, coarse=self.case.dtype != "float32")
-        assert_near(actual, expected, exact)
+        self.assert_near(actual, expected, exact)
 
     def _compare_export(self, part: Part, streams: Tensor, count: int, exported: list[Tensor]) -> None:
         """Columns and context after `count` of a part's new tokens; of `exported` the last are eager's columns."""
@@ -238,7 +238,7 @@ class Packed(Run):
         _, normed = part.exact(self.layers[2], streams, self.case.heads_per_ngram)
         exact = F.pad(normed[: len(part.past) + count].mT, (self.layers[0].reach, 0))[:, -self.layers[0].reach :]
         assert_right(eager, exact, coarse=self.case.dtype != "float32")
-        assert_near(columns, eager, exact)
+        self.assert_near(columns, eager, exact)
         assert context.tolist() == part.context_after(count, self.case.ngram_size - 1, EOS)
 
     def _fork(self, number: int, part: Part, streams: Tensor, count: int, exported: tuple[Tensor, Tensor]) -> None:

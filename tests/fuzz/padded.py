@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from examples.reference.ple import PLEState
-from tests.fuzz.shared import Run, assert_equal, assert_near, recompiles, updates, weighted
+from tests.fuzz.shared import Run, recompiles, updates, weighted
 from tests.ple_cases import LAYER, Case
 from tests.spellings import SPELLINGS, SpelledCase
 
@@ -108,11 +108,11 @@ class Padded(Run):
         actual, expected = self.call_both(lambda cache: (streams, ids, mask, cache), ours, eagers)
         with torch.no_grad():
             exact = self.case.call(self.layers[2], streams.double(), ids, mask, doubles)
-        assert_equal(actual, expected)
-        assert_near(actual, expected, exact)
+        self.assert_equal(actual, expected)
+        self.assert_near(actual, expected, exact)
         for mine, eager in zip(self.case.states(ours), self.case.states(eagers)):
             assert mine.stride() == eager.stride()
-            assert_equal(mine, eager)
+            self.assert_equal(mine, eager)
 
     def _new_caches(self) -> list[Any]:
         """Ours, eager's and, holding the same, the one in float64."""
@@ -133,9 +133,11 @@ def _with_states(cache: Any, device: str, dtype: torch.dtype | None) -> Any:
     if isinstance(cache, PLEState):
         return PLEState(*map(moved, cache))
     if cache is not None:
-        states = cache.layers[LAYER].conv_states
-        for key in states:
-            states[key] = moved(states[key])
+        layer = cache.layers[LAYER]
+        for key in layer.conv_states:
+            layer.conv_states[key] = moved(layer.conv_states[key])
+        if layer.device is not None:
+            layer.device = torch.device(device)  # where it reorders
     return cache
 
 

@@ -47,6 +47,9 @@ class Run:
         self.case, self.device, self.through_inductor = case, device, through_inductor
         layer = case.layer().to(device)
         self.layers = [layer, layer, copy.deepcopy(layer).double()]
+        # On a GPU one product for key and value rounds otherwise than two: cuBLAS picks another kernel.
+        self.may_differ = 0.1 if device == "cuda" else 0.01
+        self.holds_16_bits = device == "cuda" and case.dtype == "autocast"
         self.calls, self.configurations = 0, 0
         self.compile(None)
 
@@ -56,7 +59,8 @@ class Run:
         self.compiled = torch.compile(
             self.case.call,
             backend=backend,
-            options=options if self.through_inductor else None,
+            # What no pass takes rounds as in eager too.
+            options={**options, "emulate_precision_casts": True} if self.through_inductor else None,
             dynamic=self.case.shapes == "dynamic",
         )
         self.has_run = False
@@ -82,6 +86,31 @@ class Run:
         self.has_run = True
         return actual, expected
 
+    def assert_equal(self, actual: Tensor, expected: Tensor) -> None:
+        """float32 within 2e-5 of the largest; of 16-bit values a share, and two, may be a few of its ulps off."""
+        assert actual.dtype == expected.dtype and actual.shape == expected.shape
+        assert torch.equal(actual.isnan(), expected.isnan())
+        actual, expected = actual.nan_to_num(), expected.nan_to_num()
+        if not actual.numel():
+            return
+        largest = expected.abs().max().clamp_min(1)
+        if actual.dtype.itemsize == 2:
+            share = ((actual != expected).sum() - 2) / actual.numel()
+            assert share <= self.may_differ, f"{share:.4f} of the values differ"
+            tolerance = 16 * torch.finfo(actual.dtype).eps
+        else:
+            tolerance = 2e-2 if self.holds_16_bits else 2e-5
+        assert (actual - expected).abs().max() <= tolerance * largest
+
+    def assert_near(self, actual: Tensor, expected: Tensor, exact: Tensor) -> None:
+        """Error against float64 no larger than eager's own plus four roundings."""
+        if not actual.numel():
+            return
+        dtype = torch.bfloat16 if self.holds_16_bits else actual.dtype
+        rounding = exact.abs().max().clamp_min(1) * torch.finfo(dtype).eps
+        worst = (expected.double() - exact).abs().max()
+        assert (actual.double() - exact).abs().max() <= worst + 4 * rounding
+
     def update(self, action: Update) -> None:
         other = self.case.with_(seed=1000 + action.seed).layer().to(self.device)
         layer: nn.Module = self.layers[0]
@@ -95,26 +124,6 @@ class Run:
         self.layers[2] = copy.deepcopy(layer).double()
 
 
-def assert_equal(actual: Tensor, expected: Tensor) -> None:
-    """float32 within 2e-5 of the largest; of 16-bit values one in a hundred, and two, may be an ulp or two off."""
-    assert actual.dtype == expected.dtype and actual.shape == expected.shape
-    assert torch.equal(actual.isnan(), expected.isnan())
-    actual, expected = actual.nan_to_num(), expected.nan_to_num()
-    if actual.dtype.itemsize == 2:
-        assert (actual != expected).sum() <= 2 + actual.numel() // 100
-    elif actual.numel():
-        assert (actual - expected).abs().max() <= 2e-5 * expected.abs().max().clamp_min(1)
-
-
-def assert_near(actual: Tensor, expected: Tensor, exact: Tensor) -> None:
-    """Error against float64 no larger than eager's own plus one rounding."""
-    if not actual.numel():
-        return
-    rounding = exact.abs().max().clamp_min(1) * torch.finfo(actual.dtype).eps
-    worst = (expected.double() - exact).abs().max()
-    assert (actual.double() - exact).abs().max() <= worst + 4 * rounding
-
-
 def assert_right(eager: Tensor, exact: Tensor, coarse: bool) -> None:
     """Eager computes what the oracle says, though roughly where it rounds to 16 bits (`coarse`)."""
     if eager.numel():
@@ -125,8 +134,11 @@ def run(layout: Callable[..., Run], case: Any, sequence: list[Any], **settings: 
     """Apply a sequence of actions to a layer; raises AssertionError at the first call that differs."""
     with torch._dynamo.config.patch(recompile_limit=1000, accumulated_recompile_limit=1000):
         state = layout(case, **settings)
-        for action in sequence:
-            state.apply(action)
+        for number, action in enumerate(sequence):
+            try:
+                state.apply(action)
+            except AssertionError as error:
+                raise AssertionError(f"action {number}, {action}: {error}") from error
     return state
 
 

@@ -79,7 +79,7 @@ def test_ten_prompt_lengths_with_a_cache(kind, most_graphs):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("kind, attention", [(None, "sdpa"), ("static", "eager")])
+@pytest.mark.parametrize("kind, attention", [(None, "sdpa"), pytest.param("static", "eager", marks=pytest.mark.slow)])
 def test_generate_with_left_padding(kind, attention):
     model, plain, backend = compiled_pair(attn_implementation=attention)
     model.set_attn_implementation(attention)
@@ -173,7 +173,7 @@ def test_shapes_of_a_static_cache_do_not_grow():
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("kind", ["none", "dynamic"])
+@pytest.mark.parametrize("kind", [pytest.param("none", marks=pytest.mark.slow), "dynamic"])
 def test_hidden_states_and_router_logits_in_one_graph(kind):
     model, plain, backend = compiled_pair()
     wanted = dict(output_hidden_states=True, output_router_logits=True)
