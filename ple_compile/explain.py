@@ -93,10 +93,10 @@ class Report:
         (op: how many in each run).
 
         drawings: the distinct graphs of layers. `nodes`: `target`, `shape`, `dtype`, `device`, `module` (below the
-        layer), `source` (an index in `sources`, or -1), `before` and `after` (indices of its inputs in the graph before
-        and after the passes, null where it is not in that graph), `made_by` and `removed_by` (passes), `launches`,
-        `writes` (new memory), `output` (read outside the layer); `sources`: `file`, `line`, `function`, `code`;
-        `omitted`: how many nodes were too many to keep.
+        layer; `..` for one that holds the layer), `source` (an index in `sources`, or -1), `before` and `after`
+        (indices of its inputs in the graph before and after the passes, null where it is not in that graph), `made_by`
+        and `removed_by` (passes), `launches`, `writes` (new memory), `output` (read outside the layer); `sources`:
+        `file`, `line`, `function`, `code`; `omitted`: how many nodes were too many to keep.
         """
         drawn = layer_graphs.to_dict([part for _, graph in self.graphs for part in graph.layer_graphs])
         entries = iter(drawn["layer_graphs"])
