@@ -16,7 +16,7 @@ from ple_compile.facts import TableFacts, environment, table_facts
 from ple_compile.layer_graphs import LayerGraph
 from ple_compile.layers import find_ple_layers
 from ple_compile.records import Execution
-from ple_compile.report import DECLINED, Event, GraphReport
+from ple_compile.report import DECLINED, MATCHED, Event, GraphReport
 from ple_compile.savings import Savings, savings
 
 # What Dynamo calls a module that a region's function is called with: L['args'][0], or L['self'].
@@ -64,6 +64,16 @@ class Report:
     def _known(self, region: str, graph: GraphReport) -> list[str]:
         """The model's PLE layers; of a function, which has no names for them, those that its graph shows."""
         return self.layers or [path for part in graph.layer_graphs if (path := _path(region, part.layer))]
+
+    def unfused(self) -> list[str]:
+        """PLE layers that did not run fused: no compiled graph shows one, or a fusion declined in one that does."""
+        fused, declined = set(), set()
+        for named, event in self.events():
+            layers = set(named.split(" or "))
+            fused |= layers if event.pass_name == "fuse_gate" and event.status == MATCHED else set()
+            declined |= layers if event.pass_name.startswith("fuse_") and event.status == DECLINED else set()
+        known = self.layers or list(dict.fromkeys(run.layer for run in self.layer_runs()))
+        return [layer for layer in known if layer not in fused or layer in declined]
 
     def layer_runs(self) -> list[LayerRun]:
         """Every PLE layer that ran compiled, once for each graph and each set of sizes."""
@@ -145,6 +155,11 @@ class Report:
         fused = sum(graph.ple_layers for _, graph in self.graphs)
         num_layers = len(self.layers or {run.layer for run in self.layer_runs()})
         lines = [f"{self.model}: {num_layers} PLE layer(s), {fused} ran fused, {len(self.graphs)} compiled graph(s)"]
+        if not self.layers and not self.graphs:
+            lines.append(
+                "\nnothing ran compiled: a module is compiled for the call where it has PLE layers (modules that own "
+                "an n-gram table and the buffers of its hash), and a function runs as it is"
+            )
         by_layer: dict[str, list[Event]] = {layer: [] for layer in self.layers}
         for layer, event in self.events():
             by_layer.setdefault(layer, []).append(event)
@@ -217,8 +232,8 @@ def explain(model: nn.Module | Callable, *args: Any, **kwargs: Any) -> Report:
         )
     args, kwargs = trial_call.copies((args, kwargs))
     module = model if isinstance(model, nn.Module) else None
-    compile_here = module is not None and not _is_compiled(module)
     layers = list(find_ple_layers(module)) if module is not None else []
+    compile_here = module is not None and bool(layers) and not _is_compiled(module)
     gradients = torch.is_grad_enabled() and module is not None and module.training
     executions = stats.stats()
     counted = dict(upstream.counters["ple_compile"])
