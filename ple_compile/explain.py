@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import pathlib
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,8 +16,11 @@ from ple_compile.facts import TableFacts, environment, table_facts
 from ple_compile.layer_graphs import LayerGraph
 from ple_compile.layers import find_ple_layers
 from ple_compile.records import Execution
-from ple_compile.report import DECLINED, Event, GraphReport
+from ple_compile.report import DECLINED, MATCHED, Event, GraphReport
 from ple_compile.savings import Savings, savings
+
+# What Dynamo calls a module that a region's function is called with: L['args'][0], or L['self'].
+_LOCAL = re.compile(r"^L\['\w+'\](?:\[\w+\])*\.?")
 
 
 @dataclass(frozen=True)
@@ -51,22 +55,32 @@ class Report:
     def events(self) -> list[tuple[str, Event]]:
         """(layer, event) of every pass at every place, each once."""
         found = [
-            (_layer(self._known(graph), region, event.layer), event)
+            (_layer(self._known(region, graph), region, event.layer), event)
             for region, graph in self.graphs
             for event in graph.events
         ]
         return list(dict.fromkeys(found))
 
-    def _known(self, graph: GraphReport) -> list[str]:
+    def _known(self, region: str, graph: GraphReport) -> list[str]:
         """The model's PLE layers; of a function, which has no names for them, those that its graph shows."""
-        return self.layers or [part.layer for part in graph.layer_graphs if part.layer]
+        return self.layers or [path for part in graph.layer_graphs if (path := _path(region, part.layer))]
+
+    def unfused(self) -> list[str]:
+        """PLE layers that did not run fused: no compiled graph shows one, or a fusion declined in one that does."""
+        fused, declined = set(), set()
+        for named, event in self.events():
+            layers = set(named.split(" or "))
+            fused |= layers if event.pass_name == "fuse_gate" and event.status == MATCHED else set()
+            declined |= layers if event.pass_name.startswith("fuse_") and event.status == DECLINED else set()
+        known = self.layers or list(dict.fromkeys(run.layer for run in self.layer_runs()))
+        return [layer for layer in known if layer not in fused or layer in declined]
 
     def layer_runs(self) -> list[LayerRun]:
         """Every PLE layer that ran compiled, once for each graph and each set of sizes."""
         found: list[LayerRun] = []
         for index, (region, graph) in enumerate(self.graphs):
             for part in graph.layer_graphs:
-                run = LayerRun(_layer(self._known(graph), region, part.layer), index, part, graph.sizes)
+                run = LayerRun(_layer(self._known(region, graph), region, part.layer), index, part, graph.sizes)
                 if not any((r.layer, r.found, r.sizes) == (run.layer, run.found, run.sizes) for r in found):
                     found.append(run)
         return found
@@ -93,10 +107,10 @@ class Report:
         (op: how many in each run).
 
         drawings: the distinct graphs of layers. `nodes`: `target`, `shape`, `dtype`, `device`, `module` (below the
-        layer), `source` (an index in `sources`, or -1), `before` and `after` (indices of its inputs in the graph before
-        and after the passes, null where it is not in that graph), `made_by` and `removed_by` (passes), `launches`,
-        `writes` (new memory), `output` (read outside the layer); `sources`: `file`, `line`, `function`, `code`;
-        `omitted`: how many nodes were too many to keep.
+        layer; `..` for one that holds the layer), `source` (an index in `sources`, or -1), `before` and `after`
+        (indices of its inputs in the graph before and after the passes, null where it is not in that graph), `made_by`
+        and `removed_by` (passes), `launches`, `writes` (new memory), `output` (read outside the layer); `sources`:
+        `file`, `line`, `function`, `code`; `omitted`: how many nodes were too many to keep.
         """
         drawn = layer_graphs.to_dict([part for _, graph in self.graphs for part in graph.layer_graphs])
         entries = iter(drawn["layer_graphs"])
@@ -107,7 +121,7 @@ class Report:
             told["layer_graphs"] = [
                 {
                     **next(entries),
-                    "layer": _layer(self._known(graph), region, part.layer),
+                    "layer": _layer(self._known(region, graph), region, part.layer),
                     "path": part.layer,
                     "savings": dataclasses.asdict(savings(part.drawing, graph.sizes)),
                     "collectives": part.drawing.collectives(),
@@ -139,9 +153,13 @@ class Report:
 
     def __str__(self) -> str:
         fused = sum(graph.ple_layers for _, graph in self.graphs)
-        lines = [
-            f"{self.model}: {len(self.layers)} PLE layer(s), {fused} ran fused, {len(self.graphs)} compiled graph(s)"
-        ]
+        num_layers = len(self.layers or {run.layer for run in self.layer_runs()})
+        lines = [f"{self.model}: {num_layers} PLE layer(s), {fused} ran fused, {len(self.graphs)} compiled graph(s)"]
+        if not self.layers and not self.graphs:
+            lines.append(
+                "\nnothing ran compiled: a module is compiled for the call where it has PLE layers (modules that own "
+                "an n-gram table and the buffers of its hash), and a function runs as it is"
+            )
         by_layer: dict[str, list[Event]] = {layer: [] for layer in self.layers}
         for layer, event in self.events():
             by_layer.setdefault(layer, []).append(event)
@@ -175,7 +193,7 @@ def _layer(layers: list[str], region: str, module: str) -> str:
     Where Dynamo compiled a part of the model by itself (after a graph break), paths start in that part: then every
     layer that the path may mean is named.
     """
-    path = ".".join(filter(None, (region, module)))
+    path = _path(region, module)
     inside = [layer for layer in layers if layer == region or f"{path}.".startswith(f"{layer}.")]
     if inside:
         return max(inside, key=len)
@@ -184,6 +202,11 @@ def _layer(layers: list[str], region: str, module: str) -> str:
     else:
         meant = [layer for layer in layers if _overlaps(layer.split("."), path.split("."))]
     return " or ".join(meant) or path
+
+
+def _path(region: str, module: str) -> str:
+    """A module path of a compiled graph, from the outside: below the region, which Dynamo calls by a local's name."""
+    return ".".join(filter(None, (region, _LOCAL.sub("", module) if region else module)))
 
 
 def _overlaps(layer: list[str], path: list[str]) -> bool:
@@ -209,8 +232,8 @@ def explain(model: nn.Module | Callable, *args: Any, **kwargs: Any) -> Report:
         )
     args, kwargs = trial_call.copies((args, kwargs))
     module = model if isinstance(model, nn.Module) else None
-    compile_here = module is not None and not _is_compiled(module)
     layers = list(find_ple_layers(module)) if module is not None else []
+    compile_here = module is not None and bool(layers) and not _is_compiled(module)
     gradients = torch.is_grad_enabled() and module is not None and module.training
     executions = stats.stats()
     counted = dict(upstream.counters["ple_compile"])

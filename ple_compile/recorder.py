@@ -148,7 +148,7 @@ class Recorder:
                 GraphNode(
                     target=target_name(node),
                     **self._tensor(node),
-                    module=_relative(layer_of(node), layer),
+                    module=_module_in(layer_of(node), layer),
                     source=-1 if source is None else sources.setdefault(source, len(sources)),
                     before=before,
                     after=after,
@@ -276,6 +276,12 @@ def _common_path(events: list[Event]) -> str | None:
         numbered = max((index + 1 for index, part in enumerate(common) if part.isdigit()), default=0)
         common = common[: max(len(common) - 2, numbered)]
     return ".".join(common)
+
+
+def _module_in(path: str, layer: str) -> str:
+    """A module path seen from a layer: below it, or `..` where it holds the layer, as that of its residual sum does."""
+    above = path != layer and path and is_inside(layer, path)
+    return ".." if above else _relative(path, layer)
 
 
 def _relative(path: str, layer: str) -> str:

@@ -68,7 +68,14 @@ def resolve(record: Record, fuse: FusePass) -> GraphReport:
     if fuse.ran:
         _keep(record, fuse.report)
         return fuse.report
-    return record.report or fuse.report
+    report = record.report or fuse.report
+    done = ", ".join(f"{name} {count}" for name, count in report.counts().items())
+    log.info(
+        "compiled code came from PyTorch's cache, so no pass ran; those of its compilation rewrote: %s. "
+        "TORCHINDUCTOR_FORCE_DISABLE_CACHES=1 compiles anew",
+        done or "nothing",
+    )
+    return report
 
 
 def _keep(record: Record, report: GraphReport) -> None:

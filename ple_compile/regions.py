@@ -58,9 +58,9 @@ def compile(model: nn.Module, **config: Any) -> nn.Module:
     `save_pretrained` work as before.
 
     Keyword arguments are the fields of `ple_compile.Config`. Calling it again replaces the earlier configuration.
-    While a model is compiled, Dynamo's `recompile_limit` is at least 64 for each model compiled so far. A layer whose
-    weights accelerate moves in every forward (`device_map` with the CPU or disk) is left alone, with a warning or, with
-    `strict=True`, an error.
+    While a model is compiled, Dynamo's `recompile_limit` is at least 64 for each model compiled so far, and Dynamo
+    guards modules' hooks, which it does not by itself. A layer whose weights accelerate moves in every forward
+    (`device_map` with the CPU or disk) is left alone, with a warning or, with `strict=True`, an error.
     Raises ValueError for what is no module, for an unknown option, for hash buffers that do not fit together, for a
     quantised table whose scale is missing, zero or NaN, and, with `strict=True`, for a model without a PLE layer, which
     is otherwise returned as it is, with a warning. A model for which it raises is not compiled in part.
@@ -75,7 +75,7 @@ def compile(model: nn.Module, **config: Any) -> nn.Module:
         log.warning("ple_compile.compile: %s; nothing was compiled", message)
         return model
     undo = _compiled_models[model] = _Undo(settings, [], None)
-    upstream.raise_recompile_limit(RECOMPILE_LIMIT)
+    upstream.set_dynamo(RECOMPILE_LIMIT)
     try:
         undo.replaced, whole = _replace_forwards(model, settings)
         for name, region in _regions(model, layers, whole).items():
@@ -110,7 +110,7 @@ def restore(model: nn.Module) -> nn.Module:
     for attribute in ("_compiled_call", "_last_compile_config"):  # what transformers compiled for us
         vars(model).pop(attribute, None)
     if not _compiled_models:
-        upstream.reset_recompile_limit()
+        upstream.reset_dynamo()
     return model
 
 

@@ -61,8 +61,8 @@ __all__ = [
     "list_mode_options",
     "no_dispatch_modes",
     "preserve_node_ordering",
-    "raise_recompile_limit",
-    "reset_recompile_limit",
+    "reset_dynamo",
+    "set_dynamo",
     "size_in_symbols",
     "stable_topological_sort",
     "substitute",
@@ -80,30 +80,33 @@ def no_dispatch_modes() -> Any:
 
 
 _LIMITS = ("recompile_limit", "accumulated_recompile_limit")
-_limits_before: dict[str, int] | None = None
-_num_raised = 0
+_NO_HOOK_GUARDS = "skip_nnmodule_hook_guards"
+_settings_before: dict[str, Any] | None = None
+_num_set = 0
 
 
-def raise_recompile_limit(limit: int) -> None:
+def set_dynamo(limit: int) -> None:
     """Let each call of this have `limit` graphs: past its limit Dynamo runs a function eagerly, with one warning.
 
     Every module is called through the same function, so its graphs are those of all models together. Dynamo keeps them
-    when a model is restored, so calls are counted for as long as the process lives.
+    when a model is restored, so calls are counted for as long as the process lives. For the same reason a module's
+    hooks are guarded, which Dynamo leaves out: a layer without hooks would run the graph of one with them.
     """
-    global _limits_before, _num_raised
-    _num_raised += 1
-    if _limits_before is None:
-        _limits_before = {name: getattr(dynamo_config, name) for name in _LIMITS}
+    global _settings_before, _num_set
+    _num_set += 1
+    if _settings_before is None:
+        _settings_before = {name: getattr(dynamo_config, name) for name in (*_LIMITS, _NO_HOOK_GUARDS)}
     for name in _LIMITS:
-        setattr(dynamo_config, name, max(getattr(dynamo_config, name), limit * _num_raised))
+        setattr(dynamo_config, name, max(getattr(dynamo_config, name), limit * _num_set))
+    setattr(dynamo_config, _NO_HOOK_GUARDS, False)
 
 
-def reset_recompile_limit() -> None:
-    """Undo `raise_recompile_limit`, but for its count."""
-    global _limits_before
-    for name, value in (_limits_before or {}).items():
+def reset_dynamo() -> None:
+    """Undo `set_dynamo`, but for its count."""
+    global _settings_before
+    for name, value in (_settings_before or {}).items():
         setattr(dynamo_config, name, value)
-    _limits_before = None
+    _settings_before = None
 
 
 def is_compiled(module: torch.nn.Module) -> bool:

@@ -2,6 +2,8 @@
 
 import pathlib
 import re
+import subprocess
+import sys
 
 import pytest
 
@@ -54,6 +56,15 @@ def test_python_blocks(
     request.getfixturevalue("fresh_dynamo" if name in WITH_CODE_GENERATION else "no_codegen")
     monkeypatch.chdir(tmp_path)
     assert run_python(name, monkeypatch, no_gpu=True) > 0
+
+
+def test_blocks_that_are_whole_files_import_what_they_use() -> None:
+    files = [text for _, text in blocks("CONTRIBUTING.md") if text.startswith('"""')]
+    assert len(files) == 2
+    for text in files:
+        command = [sys.executable, "-m", "ruff", "check", "--quiet", "--select", "F821,E501", "-"]
+        checked = subprocess.run(command, input=text, capture_output=True, text=True, cwd=ROOT)
+        assert checked.returncode == 0, checked.stdout
 
 
 @pytest.mark.parametrize("name", NAMES)

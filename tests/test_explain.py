@@ -123,6 +123,15 @@ def test_a_region_is_named_as_the_explained_model_names_it(no_codegen: None) -> 
     assert [region for region, _ in report.graphs] == ["model.layers.0.ple"]
 
 
+def test_a_function_that_calls_a_compiled_model_is_told_by_its_layers(no_codegen: None) -> None:
+    """As `model.generate`, whose graphs name the layer by the local through which it is called."""
+    model = ple_compile.compile(shallow_model(), indexer=False)
+    report = ple_compile.explain(lambda ids: model(ids), prompt(5))
+    assert {layer for layer, _ in report.events()} == {"model.layers.0.ple"}
+    assert [run.layer for run in report.layer_runs()] == ["model.layers.0.ple"]
+    assert "1 PLE layer(s), 1 ran fused" in str(report)
+
+
 def test_a_cache_that_was_filled_with_gradients(no_codegen: None) -> None:
     """Its tensors are results of autograd, which refuse to be deep-copied."""
     model = ple_compile.compile(shallow_model(), strict=True)

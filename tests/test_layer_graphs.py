@@ -21,6 +21,7 @@ from ple_compile.sharding.topology import Layout
 from tests.fake_driver import driver, views  # noqa: F401
 from tests.graphs import Traced, passes_backend
 from tests.host_stack import Stack
+from tests.ple_cases import Case
 from tests.sharding.fake import fake_mesh
 
 
@@ -146,6 +147,36 @@ def test_equal_layers_share_a_drawing() -> None:
     told = layer_graphs.to_dict(parts)
     assert len(told["drawings"]) == 1 and [part["drawing"] for part in told["layer_graphs"]] == [0, 0, 0]
     assert layer_graphs.from_dict(told) == parts
+
+
+def test_layers_in_decoder_layers_of_their_own_share_a_drawing(no_codegen: None) -> None:
+    """What becomes part of a layer but stands above it, its residual sum, has a path with the layer's number."""
+
+    class Decoder(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.ple = Case(model="reference").layer()
+
+        def forward(self, streams: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+            return (streams + self.ple(streams, ids, None, None)).sin()
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = torch.nn.ModuleList(Decoder() for _ in range(2))
+
+        def forward(self, streams: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                streams = layer(streams, ids)
+            return streams
+
+    model = torch.compile(Model().eval(), backend="ple")
+    with torch.no_grad():
+        ((_, graph),) = ple_compile.explain(model, *Case().inputs()[:2]).graphs
+    first, second = graph.layer_graphs
+    assert (first.layer, second.layer) == ("layers.0.ple", "layers.1.ple")
+    assert first.drawing == second.drawing
+    assert {node.module for node in first.drawing.nodes if node.target == "aten.add.Tensor"} >= {".."}
 
 
 def test_a_lowered_lookup_and_its_collectives() -> None:

@@ -6,7 +6,8 @@ import pathlib
 
 import pytest
 
-from ple_compile import records
+from ple_compile import Config, records
+from ple_compile.pipeline import FusePass
 from ple_compile.report import MATCHED, Event, GraphReport
 from ple_compile.table_reads import Exchange, TableRead
 
@@ -27,6 +28,14 @@ def test_a_record_that_cannot_be_written_is_a_warning(
         records._keep(records.Record(file, "1", None), GraphReport())
     assert "could not be kept" in caplog.text
     assert fault == "mkdir" or list(file.parent.iterdir()) == []
+
+
+def test_a_log_without_graphs_says_where_they_are(tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture) -> None:
+    report = GraphReport([Event("fuse_gate", MATCHED, "layers.1.ple", node="mul")], 1)
+    record = records.Record(tmp_path / "graph.json", "1", report)
+    with caplog.at_level(logging.INFO, "ple_compile"):
+        assert records.resolve(record, FusePass(Config(), False, [])) is report
+    assert "no pass ran; those of its compilation rewrote: fuse_gate 1. TORCHINDUCTOR_FORCE" in caplog.text
 
 
 def test_a_report_survives_the_record() -> None:

@@ -9,6 +9,7 @@ from transformers import CompileConfig, Qwen4ExpForCausalLM
 
 import ple_compile
 from ple_compile import accelerate_hooks, regions
+from tests.ple_cases import Case, Layers
 from tests.tiny_models import generate, prompt, shallow_model, tiny_model
 
 LENGTHS = (1, 2, 5, 9, 13, 33)
@@ -177,6 +178,19 @@ def test_a_model_that_is_refused_is_as_it_was(monkeypatch: pytest.MonkeyPatch) -
         ple_compile.compile(model, strict=True)
     assert all(module._compiled_call_impl is None and "forward" not in vars(module) for module in model.modules())
     assert regions.config_of(model) is None and "get_compiled_call" not in vars(model)
+
+
+def test_hooks_of_one_layer_are_its_own(no_codegen: None) -> None:
+    """Layers of a kind share Dynamo's graphs, and by itself it does not tell one with a hook from one without."""
+    case = Case(batch=1)
+    model, inputs = Layers(case).eval(), case.inputs()[:2]
+    model.layers[1].conv1d.register_forward_hook(lambda module, args, output: output.tanh())
+    skipped = torch._dynamo.config.skip_nnmodule_hook_guards
+    with torch.no_grad():
+        expected = model(*inputs)
+        torch.testing.assert_close(ple_compile.compile(model)(*inputs), expected)
+    ple_compile.restore(model)
+    assert torch._dynamo.config.skip_nnmodule_hook_guards == skipped
 
 
 def test_hooks_are_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:

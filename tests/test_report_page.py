@@ -12,7 +12,7 @@ from ple_compile.facts import TableFacts
 from ple_compile.layer_graphs import BEFORE, Drawing, GraphNode, LayerGraph, Prefetch
 from ple_compile.page import render
 from ple_compile.page.drawing import _cut, draw
-from ple_compile.page.layer_section import _changed, _prefetch
+from ple_compile.page.layer_section import _changed, _prefetch, _without_names
 from ple_compile.page.layout import Layout, layout
 from ple_compile.page.pieces import status_chip
 from ple_compile.report import MATCHED, Event, GraphReport
@@ -110,6 +110,26 @@ def test_long_labels_are_cut_where_they_say_least() -> None:
 def test_equal_layers_are_drawn_once(page: str) -> None:
     assert page.count("<svg") == 4
     assert "The graphs equal those of" in page.split('id="layer-1"')[1].split("</section>")[0]
+
+
+def test_symbols_of_another_name_make_no_other_drawing(layer_report: Report, part: LayerGraph) -> None:
+    """Every compiled graph names its sizes anew, and so orders the terms of a sum anew."""
+
+    def named(tokens: str, columns: str) -> Drawing:
+        sizes = tokens, columns, " + ".join(sorted([tokens, columns])), f"2*({tokens} + 1)"
+        fields = {"dtype": "float32", "device": "cpu", "before": (), "after": ()}
+        nodes = [GraphNode("aten.sin.default", (size,), **fields) for size in sizes]
+        return Drawing(tuple(nodes), ())
+
+    same = [named("s3", "s77"), named("s90", "s12")]
+    assert _without_names(same[0]) == _without_names(same[1]) != _without_names(named("s3", "s3"))
+    parts = [
+        dataclasses.replace(part, layer=f"layers.{i}.ple", drawing=drawing, names=tuple("abcd"))
+        for i, drawing in enumerate(same)
+    ]
+    graphs = [("", dataclasses.replace(layer_report.graphs[0][1], events=[], layer_graphs=[part])) for part in parts]
+    text = re.sub(r"<[^>]+>", "", render(Report("Model", [part.layer for part in parts], [], graphs)))
+    assert "The graphs equal those of layers.0.ple in compiled graph 1, where they are drawn" in text
 
 
 def test_everything_is_in_the_file(page: str) -> None:

@@ -21,6 +21,7 @@ def test_inductors_slots_and_settings_exist() -> None:
     for name in ("post_grad_custom_pre_pass", "reorder_for_locality", "triton.cudagraphs"):
         assert name in settings
     assert isinstance(torch._dynamo.config.recompile_limit, int)
+    assert isinstance(torch._dynamo.config.skip_nnmodule_hook_guards, bool)
 
 
 def test_nobody_else_uses_private_modules() -> None:

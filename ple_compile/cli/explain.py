@@ -8,7 +8,7 @@ MODEL is one of
                                      Without args a variable `inputs` of the file is used: a tuple of args or a dict of
                                      kwargs.
 A model without inputs is called with one row of random token ids. Models are put into evaluation mode; one that a file
-makes stays where the file put it unless --device is given.
+makes stays where the file put it unless --device is given, and compiled as the file compiled it unless --option is.
 
 Exit code 0: every PLE layer ran fused; 1: some did not, or there is none.
 """
@@ -23,7 +23,7 @@ from torch import nn
 
 import ple_compile
 from ple_compile.cli import arguments
-from ple_compile.cli.target import load
+from ple_compile.cli.target import load, users_code
 from ple_compile.config import Config, make_config
 
 
@@ -55,18 +55,21 @@ def run(options: argparse.Namespace) -> int:
         raise ValueError("--option strict: the exit code says whether every layer ran fused, and the report why not")
     if options.save is not None and not options.save.absolute().parent.is_dir():
         raise ValueError(f"--save {options.save}: the folder does not exist")
+    if options.save is not None and options.save.is_dir():
+        raise ValueError(f"--save {options.save}: this is a folder; name a file in it")
     device = None if options.device is None else arguments.device_of(options.device)
     model, args, kwargs = load(
         options.model, device, arguments.DTYPES.get(options.dtype), dict(options.config), options.tokens
     )
-    if isinstance(model, nn.Module):
-        ple_compile.compile(model, **settings)
-    elif settings:
+    if settings and not isinstance(model, nn.Module):
         raise ValueError(f"--option: {options.model} gives a function; pass its options to torch.compile")
-    report = ple_compile.explain(model, *args, **kwargs)
+    if settings:  # without, what the file has compiled stays as it is
+        ple_compile.compile(model, **settings)
+    with users_code():
+        report = ple_compile.explain(model, *args, **kwargs)
     print(json.dumps(report.to_dict(), indent=1) if options.json else report)
     if options.save is not None:
         report.save(options.save)
         print(f"saved {options.save}", file=sys.stderr)
     fused = sum(graph.ple_layers for _, graph in report.graphs)
-    return 0 if fused >= max(1, len(report.layers)) else 1
+    return 0 if fused and not report.unfused() else 1

@@ -2,8 +2,10 @@
 
 import argparse
 import sys
+import traceback
 
 from ple_compile.cli import bench, doctor, explain, quantize, tune
+from ple_compile.cli.target import CodeFailedError
 
 _COMMANDS = {"explain": explain, "bench": bench, "tune": tune, "doctor": doctor, "quantize": quantize}
 _MORE = """\
@@ -13,7 +15,11 @@ Exit codes: 0 all is well; 1 the command ran, and something is not; 2 it cannot 
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run a command and return its exit code; a user's mistake is one line on stderr and 2."""
+    """Run a command and return its exit code; a user's mistake is one line on stderr and 2.
+
+    What nobody foresaw, and what the user's own code raises, is a traceback and 2: Python's own 1 means here that the
+    command ran.
+    """
     parser = argparse.ArgumentParser(
         prog="python -m ple_compile", description=__doc__, epilog=_MORE, formatter_class=_Formatter
     )
@@ -29,6 +35,12 @@ def main(argv: list[str] | None = None) -> int:
         return _COMMANDS[options.command].run(options)
     except (ValueError, OSError) as error:
         print(f"python -m ple_compile {options.command}: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    except CodeFailedError as error:
+        traceback.print_exception(error.__cause__)
+        return 2
+    except Exception:
+        traceback.print_exc()
         return 2
     except KeyboardInterrupt:
         print("\nstopped", file=sys.stderr)

@@ -1,14 +1,40 @@
 """The model that a command was given: a transformers checkpoint, a config.json, or a Python file."""
 
+import contextlib
 import importlib.util
 import inspect
 import sys
+import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_map
+
+
+class CodeFailedError(RuntimeError):
+    """The user's own code raised; the cause is its error."""
+
+
+@contextlib.contextmanager
+def users_code() -> Iterator[None]:
+    """Runs code that is not this package's: its errors keep their traceback, and stdout is the report's alone."""
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    except (ValueError, OSError) as error:
+        *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+        if frame.f_globals.get("__name__", "").startswith("ple_compile."):
+            raise
+        raise CodeFailedError from error
+    except SystemExit as stop:
+        raise ValueError(
+            f"the model's file ends the process, by exit({stop.code!r}); put what a script does under "
+            "if __name__ == '__main__':"
+        ) from None
+
 
 Call = tuple[Any, tuple, dict[str, Any]]  # model, args, kwargs
 
@@ -104,12 +130,14 @@ def _from_file(path: Path, name: str) -> Call:
     module = importlib.util.module_from_spec(spec)
     sys.modules[module_name] = module
     sys.path.insert(0, str(path.resolve().parent))  # as Python does for a script
-    spec.loader.exec_module(module)
+    with users_code():
+        spec.loader.exec_module(module)
     if not hasattr(module, name):
         raise ValueError(f"{path} has no {name!r}; name the model, or a function that returns it, as {path}:NAME")
     found = getattr(module, name)
     if callable(found) and not isinstance(found, nn.Module) and not _arguments_of(found):
-        found = found()
+        with users_code():
+            found = found()
     model, args, kwargs = (*found, (), {})[:3] if isinstance(found, tuple) else (found, (), {})
     if not callable(model):
         raise ValueError(

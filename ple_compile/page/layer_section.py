@@ -1,5 +1,6 @@
 """One PLE layer: its table, what each pass did or why it declined, and its graphs before and after."""
 
+import dataclasses
 import re
 from dataclasses import dataclass, field
 from html import escape
@@ -14,6 +15,7 @@ from ple_compile.report import DECLINED, MATCHED, Event
 if TYPE_CHECKING:
     from ple_compile.explain import LayerRun, Report
 
+_SYMBOL = re.compile(r"\b[a-z]+\d+\b")
 _FRAME = re.compile(r'File "(.*)", line (\d+)')
 
 
@@ -21,6 +23,7 @@ _FRAME = re.compile(r'File "(.*)", line (\d+)')
 class Drawn:
     """Where each distinct drawing is, and how many more characters of drawings the page may take.
 
+    where: by the drawing with its symbolic sizes renamed, for every compiled graph has names of its own for them.
     opened: whether graphs after the passes are unfolded at first.
     """
 
@@ -42,10 +45,9 @@ def layer_section(
             region = report.graphs[run.graph][0]
             alone = f", compiled from {layer_name(region)}" if region else ""
             parts.append(f"<h3>Compiled graph {run.graph + 1} of {len(report.graphs)}{alone}</h3>")
-        parts += [
-            facts(_figures(report, run)),
-            _graphs(run, f'<a href="#{anchor}">{layer_name(layer)}</a>', events, drawn),
-        ]
+        here = f'<a href="#{anchor}">{layer_name(layer)}</a>'
+        here += f" in compiled graph {run.graph + 1}" if len(report.graphs) > 1 else ""
+        parts += [facts(_figures(report, run)), _graphs(run, here, events, drawn)]
     return "".join([*parts, "</section>"])
 
 
@@ -115,17 +117,35 @@ def _prefetch(prefetch: Prefetch) -> str:
 
 
 def _graphs(run: "LayerRun", here: str, events: list[Event], drawn: Drawn) -> str:
-    drawing = run.found.drawing
-    if drawing in drawn.where:
-        return f"<p>The graphs equal those of {drawn.where[drawing]}, where they are drawn.</p>"
+    drawing, key = run.found.drawing, _without_names(run.found.drawing)
+    if key in drawn.where:
+        return f"<p>The graphs equal those of {drawn.where[key]}, where they are drawn.</p>"
     declined = {event.node: event.reason for event in events if event.status == DECLINED}
     graphs = "".join(_graph(run, state, declined, drawn.opened and state == AFTER) for state in (BEFORE, AFTER))
     if len(graphs) > drawn.room:
         return '<p>Not drawn, to keep this page small; <code>report.save("report.json")</code> has it.</p>'
     drawn.room -= len(graphs)
-    drawn.where[drawing] = here
+    drawn.where[key] = here
     omitted = f"<p>{drawing.omitted} nodes of this layer were too many to keep.</p>" if drawing.omitted else ""
     return omitted + graphs
+
+
+def _without_names(drawing: Drawing) -> Drawing:
+    """The drawing with its symbols numbered in the order in which they are met."""
+    numbers: dict[str, str] = {}
+
+    def renamed(size: int | str) -> int | str:
+        if isinstance(size, int):
+            return size
+        told = _SYMBOL.sub(lambda found: numbers.setdefault(found[0], f"size_{len(numbers)}"), size)
+        # Terms are in the order of the names before.
+        return told if "(" in told else " + ".join(sorted(told.split(" + ")))
+
+    nodes = tuple(
+        dataclasses.replace(node, shape=tuple(map(renamed, node.shape))) if node.shape else node
+        for node in drawing.nodes
+    )
+    return dataclasses.replace(drawing, nodes=nodes)
 
 
 def _graph(run: "LayerRun", state: str, declined: dict[str, str], opened: bool) -> str:

@@ -11,8 +11,10 @@ from ple_compile.cli.target import load
 from tests.tiny_models import shallow_model, tiny_model
 
 SCRIPT = """
+import ple_compile
 import torch
 from ple_compile.measuring.layer import Sizes, Stack
+from tests.ple_cases import Case, Layers
 
 SIZES = Sizes(hidden=32, rows=2000, dtype=torch.float32, device="cpu")
 inputs = SIZES.random(1, 7, SIZES.channels), torch.randint(0, 99, (1, 7))
@@ -37,6 +39,17 @@ def number():
 
 def compiled(hidden, tokens):
     return model(hidden, tokens)
+
+
+def own_settings():
+    return ple_compile.compile(Stack(SIZES, 1), merge_kv_proj=False), inputs
+
+
+def half_fused():
+    made = Layers(Case()).eval()
+    made.layers[0].conv1d.register_forward_hook(lambda module, args, output: output.tanh())
+    ple_compile.compile(made)
+    return (lambda *args: made(*args) + made(*args)), Case().inputs()[:2]
 """
 
 
@@ -71,6 +84,54 @@ def test_layers_that_did_not_run_fused_are_1(script: Path, no_codegen: None, cap
     assert "pass its options to torch.compile" in capsys.readouterr().err
     assert main(["explain", f"{script}:plain"]) == 1
     assert "0 PLE layer(s)" in capsys.readouterr().out
+
+
+def test_a_layer_that_ran_fused_twice_does_not_stand_for_another(
+    script: Path, no_codegen: None, capsys: pytest.CaptureFixture
+) -> None:
+    assert main(["explain", f"{script}:half_fused"]) == 1
+    assert "2 PLE layer(s), " in capsys.readouterr().out
+
+
+def test_what_the_file_has_compiled_stays_so(script: Path, no_codegen: None, capsys: pytest.CaptureFixture) -> None:
+    assert main(["explain", f"{script}:own_settings"]) == 0
+    assert "merge_kv_proj" not in capsys.readouterr().out
+    assert main(["explain", f"{script}:own_settings", "--option", "merge_kv_proj=true"]) == 0
+    assert "merge_kv_proj" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("code", "told"),
+    [
+        ("model = 1 +", "SyntaxError: invalid syntax"),
+        ("import no_such_module", "ModuleNotFoundError: No module named 'no_such_module'"),
+        ("def model():\n    a, b = [1]", "in model\n    a, b = [1]"),
+        ("class M(torch.nn.Module):\n    def forward(self, x):\n        a, b = [1]\nmodel = M()", "in forward"),
+    ],
+)
+def test_an_error_of_the_models_code_is_its_traceback(
+    tmp_path: Path, code: str, told: str, capsys: pytest.CaptureFixture
+) -> None:
+    file = tmp_path / "model.py"
+    file.write_text(f"import torch\ninputs = torch.ones(2)\nprint('read')\n{code}\n")
+    assert main(["explain", str(file), "--json"]) == 2
+    shown = capsys.readouterr()
+    assert shown.out == "" and shown.err.count("Traceback") == 1 and told in shown.err
+
+
+def test_a_file_that_ends_the_process(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    file = tmp_path / "model.py"
+    file.write_text("import sys\nmodel = None\nsys.exit(0)\n")
+    assert main(["explain", str(file)]) == 2
+    assert "ends the process, by exit(0); put what a script does under" in capsys.readouterr().err
+
+
+def test_a_model_without_ple_layers_is_told_of_once(
+    script: Path, capsys: pytest.CaptureFixture, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert main(["explain", f"{script}:plain", "--option", "fuse_gate=true"]) == 1
+    assert len(caplog.records) == 1 and "Linear has no PLE layer" in caplog.text
+    assert "a module is compiled for the call where it has PLE layers" in capsys.readouterr().out
 
 
 def test_what_a_file_gives(script: Path, capsys: pytest.CaptureFixture) -> None:

@@ -49,6 +49,7 @@ def test_arguments_that_cannot_be_read_are_2(argv: list[str], capsys: pytest.Cap
     [
         (["bench", "--device", "cuda:99"], "--device cuda:99: "),
         (["bench", "--device", "nonsense"], "no such kind of device"),
+        (["bench", "--device", "meta"], "no such kind of device"),
         (["bench", "--hidden", "20"], "hidden is 20; it is a multiple of 16"),
         (["bench", "--hidden", "0"], "hidden is 0"),
         (["bench", "--layers", "0"], "--layers 0"),
@@ -59,6 +60,7 @@ def test_arguments_that_cannot_be_read_are_2(argv: list[str], capsys: pytest.Cap
         (["explain", "m", "--option", "strict=true"], "the exit code says"),
         (["explain", "m.py", "--config", "a=1"], "makes its own model"),
         (["explain", "m", "--save", "no/folder/report.html"], "the folder does not exist"),
+        (["explain", "m", "--save", "."], "this is a folder"),
         (["quantize", "nowhere", "out", "--format", "fp8"], "nowhere does not exist"),
     ],
 )
