@@ -121,17 +121,22 @@ class _Offloaded:
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         table = self._parameters["weight"]
         assert table is not None
-        # What `fn` would do to the table, found out on no rows.
-        probe = fn(torch.empty_like(table.detach()[:0]))
-        if probe.is_shared() and not probe.is_cuda and not table.is_shared():
+        no_rows = torch.empty_like(table.detach()[:0])
+        moved = fn(no_rows)
+        if moved.is_shared() and not moved.is_cuda and not table.is_shared():
             raise ValueError("share_memory would move the page-locked table; call it before offload_tables")
-        self._parameters["weight"] = None
+        # What its own class would make of the table, found out on no rows: quantised bytes are not converted.
+        self._parameters["weight"] = nn.Parameter(no_rows, requires_grad=False)
         try:
             super()._apply(fn, recurse)  # type: ignore[misc]
+            probe = cast(Tensor, self._parameters["weight"])
         finally:
             self._parameters["weight"] = table
-        if probe.is_meta:
-            self._parameters["weight"] = nn.Parameter(fn(table.detach()), table.requires_grad)
+        if probe.is_meta != table.is_meta:
+            hot_rows.detach(table)
+            host = torch.empty_like(table, dtype=probe.dtype, device="meta" if probe.is_meta else "cpu")
+            self._parameters["weight"] = nn.Parameter(host, table.requires_grad)
+            self._settle()
         elif probe.dtype != table.dtype:
             converted = table.data.to(probe.dtype)
             hot_rows.detach(table)

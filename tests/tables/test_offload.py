@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from ple_compile.ops import lookup
 from ple_compile.tables import hot_rows, pinning
 from ple_compile.tables.find import find_tables
+from ple_compile.tables.formats import FORMATS
 from ple_compile.tables.offload import is_offloaded, offload_tables
 from tests.faults import fail_at, out_of_memory
 
@@ -94,6 +95,28 @@ def test_moving_to_the_meta_device_lets_go_of_the_memory(driver):
     model.to("meta")
     gc.collect()
     assert model.table.weight.is_meta and model.block["out"].weight.is_meta and not driver.locked
+
+
+def test_memory_again_after_the_meta_device(driver):
+    """`to_empty` gives the table host memory, whatever device the rest moves to."""
+    model, other = Model(), Model()
+    offload_tables(model, gpu_cache_bytes=2560)
+    model.to("meta")
+    assert not hot_rows.caches()
+    model.to_empty(device="cpu")
+    model.load_state_dict(other.state_dict())
+    assert torch.equal(model.table.weight, other.table.weight)
+    assert driver.covers(model.table.weight) and len(hot_rows.caches()) == 1
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_changing_the_type_leaves_the_bytes_of_a_quantised_table(driver, format, dtype):
+    model = Model(embedding=lambda rows, width: FORMATS[format](rows, 2 * width, dtype=torch.float32))
+    offload_tables(model)
+    table, kind, address = model.table, model.table.weight.dtype, model.table.weight.data_ptr()
+    model.to(dtype)
+    assert table.weight.dtype == kind and table.weight.data_ptr() == address and table.activation_dtype == dtype
 
 
 def test_changing_the_type_converts_and_locks_again(driver):
