@@ -26,7 +26,7 @@ from ple_compile.config import Config
 from ple_compile.ops.checked_ids import checked_ids
 from ple_compile.ops.lookup import lookup
 from ple_compile.ops.sharded_lookup import sharded_lookup
-from ple_compile.tables import pinning
+from ple_compile.tables import hot_rows, pinning
 
 log = logging.getLogger("ple_compile")
 
@@ -54,6 +54,8 @@ class HostTable:
             )
         if self.view is None or table.data_ptr() != self.address:
             self.view, self.address = pinning.cuda_view(table, self.device, owning=False), table.data_ptr()
+        if (cache := hot_rows.cache_of(table, self.device)) is not None:
+            cache.is_current()  # drops rows of an earlier state of the table, which a CUDA graph's replay would not
         return self.view
 
 

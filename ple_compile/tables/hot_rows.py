@@ -20,7 +20,7 @@ One lookup is eight launches, none of which the host waits for:
 Exact by construction: a word stamped with this batch is no hit for this batch, since its data is not there yet; words
 change by compare-and-swap only; and a lookup that finds the cache taken by a lookup on another stream goes without.
 Rows are copies: after a change of the table in place, `clear` (a lookup from Python sees the table's version change
-and clears; the replay of a CUDA graph cannot).
+and clears, as every call of compiled code does; the replay of a CUDA graph that the user captured cannot).
 """
 
 import contextlib

@@ -19,7 +19,7 @@ from ple_compile.ops.lookup import lookup
 from ple_compile.ops.lookup_async import lookup_start, lookup_wait
 from ple_compile.passes.prefetch_lookup import prefetch_lookup
 from ple_compile.report import GraphReport
-from ple_compile.tables import pinning
+from ple_compile.tables import hot_rows, pinning
 from tests.fake_driver import driver, views  # noqa: F401
 from tests.graphs import Traced, assert_expected, passes_backend
 from tests.host_stack import Stack
@@ -271,6 +271,32 @@ def test_a_table_that_is_replaced_is_honoured_or_refused():
             compiled(hidden, tokens)
         offload_tables(model)
         torch.testing.assert_close(compiled(hidden, tokens), model(hidden, tokens), rtol=1e-5, atol=1e-5)
+
+
+def test_hot_rows_of_an_earlier_table_go_before_compiled_code_runs():
+    """Inductor's CUDA graphs replay the lookup without asking the cache whether it is current."""
+    model = Stack(2)
+    offload_tables(model, gpu_cache_bytes=2**16)
+    table, ids, calls = model.layers[2].ngrams.table.weight, torch.arange(1000), []
+    cache = hot_rows.cache_of(table, torch.device("cpu"))
+
+    def backend(gm, example_inputs):
+        found = host_tables.take_over(gm, list(example_inputs), Config())
+
+        def replay(*args):
+            host_tables.views(found, args)
+            calls.append(int(cache.holds(ids).sum()))
+            return [args[0]]
+
+        return replay
+
+    compiled = torch.compile(model, backend=backend, fullgraph=True)
+    with torch.no_grad():
+        cache.prepared(torch.empty(1000, 24), table, ids).fetch()
+        compiled(*model.inputs())
+        table.add_(1)
+        compiled(*model.inputs())
+    assert calls[0] > 0 and calls[1] == 0
 
 
 def test_compiled_code_does_not_keep_a_table_alive(driver):  # noqa: F811
