@@ -54,8 +54,7 @@ class HostTable:
             )
         if self.view is None or table.data_ptr() != self.address:
             self.view, self.address = pinning.cuda_view(table, self.device, owning=False), table.data_ptr()
-        if (cache := hot_rows.cache_of(table, self.device)) is not None:
-            cache.is_current()  # drops rows of an earlier state of the table, which a CUDA graph's replay would not
+        hot_rows.drop_outdated(table)  # the replay of a CUDA graph would not
         return self.view
 
 

@@ -33,7 +33,9 @@ def offload_tables(model: nn.Module, gpu_cache_bytes: int = 0) -> list[str]:
 
     `gpu_cache_bytes` of GPU memory, split evenly between the tables, hold the most used rows (`hot_rows`). They are
     copies: `load_state_dict` and in-place updates of the parameter drop them; a write through `.data`, which torch
-    does not record, does not, so call `offload_tables` again after one.
+    does not record, does not, so call `offload_tables` again after one. Another call with as many bytes empties the
+    caches where they lie; with other bytes it replaces them, but one that a CUDA graph was captured with stays, for its
+    replays, until the table goes.
 
     Raises ValueError for a model without an n-gram table, for a weight that is no contiguous plain parameter, for a
     cache of fewer than zero bytes or too few to hold a set of rows, on a machine without a GPU, and where the CUDA
@@ -50,7 +52,7 @@ def offload_tables(model: nn.Module, gpu_cache_bytes: int = 0) -> list[str]:
         )
     if not pinning.available():
         raise ValueError("offload_tables: no CUDA device to read the tables; leave them where they are on a CPU")
-    cache_bytes = gpu_cache_bytes // len(tables)
+    cache_bytes = gpu_cache_bytes // len({table.weight for table in tables})
     for table in tables:
         _check_weight(table.name, table.weight)
         if cache_bytes:
@@ -114,9 +116,10 @@ class _Offloaded:
         if table is None or table.device.type != "cpu":
             return
         pinning.page_lock(table)
-        hot_rows.detach(table)
         if self._cache_bytes:
             hot_rows.attach(table, self._cache_bytes, self._cache_device)
+        else:
+            hot_rows.detach(table)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         table = self._parameters["weight"]

@@ -224,6 +224,56 @@ def test_a_cache_follows_the_table(driver):
     assert len(hot_rows._CACHES) == 0
 
 
+def test_offloading_again_empties_the_cache_where_it_lies(driver):
+    """Graphs that were captured with it read it at every replay."""
+    model = Model()
+    offload_tables(model, gpu_cache_bytes=2560)
+    cache = warm(model)
+    words, rows = cache.words.data_ptr(), cache.rows.data_ptr()
+    model.table.weight.data[3] = 7
+    offload_tables(model, gpu_cache_bytes=2560)
+    assert cache_of(model) is cache and not cache.holds(torch.arange(64)).any()
+    assert (cache.words.data_ptr(), cache.rows.data_ptr()) == (words, rows)
+
+
+@pytest.mark.parametrize("nbytes", [0, 5120])
+def test_a_replaced_cache_stays_for_the_graphs_captured_with_it(driver, nbytes):
+    model, ids = Model(), torch.arange(64)
+    offload_tables(model, gpu_cache_bytes=2560)
+    cache = warm(model)
+    cache._captured = True
+    offload_tables(model, gpu_cache_bytes=nbytes)
+    assert cache_of(model) is not cache and cache in hot_rows.caches() and not cache.holds(ids).any()
+    cache.prepared(torch.empty(64, 8), model.table.weight, ids).fetch()  # as a replay does
+    assert cache.holds(ids).any()
+    with torch.no_grad():
+        model.table.weight.add_(1)
+    hot_rows.drop_outdated(model.table.weight)
+    assert not cache.holds(ids).any()
+    del model
+    gc.collect()
+    assert not hot_rows.caches() and not hot_rows._RETIRED
+
+
+def test_tables_that_are_parts_of_one_tensor_have_a_cache_each(driver):
+    both, model = torch.randn(128, 8), nn.ModuleList([NGrams(), NGrams()])
+    model[0].rows.weight, model[1].rows.weight = nn.Parameter(both[:64]), nn.Parameter(both[64:])
+    offload_tables(model, gpu_cache_bytes=6400)
+    first, second = (hot_rows.cache_of(part.rows.weight, torch.device("cpu")) for part in model)
+    assert first is not second and {first, second} == set(hot_rows.caches()) and len(driver.locked) == 1
+    # The storage of a CUDA view begins with the table.
+    view = torch.frombuffer(both[64:].numpy().data, dtype=torch.float32).view(64, 8)
+    assert hot_rows.cache_of(view, torch.device("cpu")) is second
+
+
+def test_a_tied_table_has_the_whole_cache_memory(driver):
+    model = nn.ModuleList([NGrams(), NGrams()])
+    model[1].rows.weight = model[0].rows.weight
+    offload_tables(model, gpu_cache_bytes=6400)
+    (cache,) = hot_rows.caches()
+    assert cache.num_sets == 20
+
+
 def test_two_tables_share_the_cache_memory(driver):
     model = nn.ModuleList([NGrams(), NGrams()])
     offload_tables(model, gpu_cache_bytes=6400)
