@@ -49,8 +49,8 @@ class HostTable:
         """The CUDA view of `table`; raises ValueError when its memory is not page-locked (any more)."""
         if not pinning.is_page_locked(table):
             raise ValueError(
-                "a table that was page-locked when its model was compiled now lies in pageable memory (its .data was "
-                "replaced?); call ple_compile.offload_tables(model) again"
+                "a table that was page-locked when its model was compiled now lies in pageable memory (was its .data "
+                "replaced, or the model handed to another process?); call ple_compile.offload_tables(model) again"
             )
         if self.view is None or table.data_ptr() != self.address:
             self.view, self.address = pinning.cuda_view(table, self.device, owning=False), table.data_ptr()

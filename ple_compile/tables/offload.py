@@ -4,7 +4,8 @@ The parameter stays what it was, the host tensor at the same address (unless it 
 `state_dict`, `load_state_dict` and `save_pretrained` see nothing new. The embedding's class becomes a subclass of
 itself that keeps the table on the host when the model is moved, and page-locks it again when it is replaced through
 the module (`.to(dtype)`, `load_state_dict(assign=True)`). A replacement that the module does not see (`.data = ...`)
-is refused by the lookup, since that memory is not page-locked; call `offload_tables` again.
+is refused by the lookup, since that memory is not page-locked; call `offload_tables` again. So is a table that
+`torch.multiprocessing` moved into shared memory to send it to another process.
 
 Scales of a quantised table move with the model and come to the rows, one value or those of the rows looked up.
 transformers' `FP8Embedding` multiplies where the rows are, on the host, by a scale that is then on the GPU, which torch
