@@ -202,11 +202,12 @@ class HotRows:
 def num_sets(table: Tensor, nbytes: int) -> int:
     """How many sets of rows a cache of `nbytes` has. Raises ValueError where that is none, or the table too long."""
     row_bytes = table.shape[1] * table.element_size()
-    count = nbytes // (WAYS.value * (row_bytes + 8))
-    if count < 1 or count * WAYS.value >= 2**31:
+    set_bytes = WAYS.value * (row_bytes + 8)
+    count, most = nbytes // set_bytes, (2**31 - 1) // WAYS.value
+    if not 1 <= count <= most:
         raise ValueError(
-            f"gpu_cache_bytes: {nbytes} bytes make {max(0, count)} sets of {WAYS.value} rows of "
-            f"{row_bytes} bytes; pass at least {WAYS.value * (row_bytes + 8)} bytes, or 0 for no cache"
+            f"gpu_cache_bytes: {nbytes} bytes make {count} sets of {WAYS.value} rows of {row_bytes} bytes; pass "
+            f"{set_bytes} to {most * set_bytes} bytes for each table, or 0 for no cache"
         )
     if table.shape[0] >= _ID_MASK.value:
         raise ValueError(f"gpu_cache_bytes: {table.shape[0]} rows are too many for a cache; pass 0")

@@ -39,12 +39,15 @@ def offload_tables(model: nn.Module, gpu_cache_bytes: int = 0) -> list[str]:
     replays, until the table goes.
 
     Raises ValueError for a model without an n-gram table, for a weight that is no contiguous plain parameter, for a
-    cache of fewer than zero bytes or too few to hold a set of rows, on a machine without a GPU, and where the CUDA
-    driver refuses to lock so much memory (the message says which limit to raise). The model is then as it was, and so
-    it is where the host has too little memory; where the GPU has too little for the caches, none of its tables has one.
+    cache whose bytes are no whole number, negative, or too few to hold a set of rows, on a machine without a GPU, and
+    where the CUDA driver refuses to lock so much memory (the message says which limit to raise). The model is then as
+    it was, and so it is where the host has too little memory; where the GPU has too little for the caches, none of its
+    tables has one.
     """
-    if gpu_cache_bytes < 0:
-        raise ValueError(f"offload_tables: gpu_cache_bytes is {gpu_cache_bytes}; pass 0 for no cache, or a size")
+    if not isinstance(gpu_cache_bytes, int) or isinstance(gpu_cache_bytes, bool) or gpu_cache_bytes < 0:
+        raise ValueError(
+            f"offload_tables: gpu_cache_bytes is {gpu_cache_bytes!r}; pass 0 for no cache, or a whole number of bytes"
+        )
     tables = find_tables(model)
     if not tables:
         raise ValueError(

@@ -7,6 +7,7 @@ import pickle
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from ple_compile.ops import lookup
 from ple_compile.tables import hot_rows, pinning
@@ -282,8 +283,11 @@ def test_two_tables_share_the_cache_memory(driver):
 
 
 def test_refusals(driver, monkeypatch):
-    with pytest.raises(ValueError, match="gpu_cache_bytes is -1"):
-        offload_tables(Model(), gpu_cache_bytes=-1)
+    for size in (-1, 6400.0, float("nan"), float("inf"), "2GB", None, True):
+        with pytest.raises(ValueError, match=f"gpu_cache_bytes is {size!r}; .* whole number"):
+            offload_tables(Model(), gpu_cache_bytes=size)
+    with pytest.raises(ValueError, match=f"{2**45} bytes make .* pass 320 to 85899345600 bytes"):
+        offload_tables(Model(), gpu_cache_bytes=2**45)
     with pytest.raises(ValueError, match="100 bytes make 0 sets"):
         offload_tables(Model(), gpu_cache_bytes=100)
     with pytest.raises(ValueError, match="Linear has no n-gram table"):
@@ -291,6 +295,10 @@ def test_refusals(driver, monkeypatch):
     model = Model()
     model.table.weight = nn.Parameter(torch.randn(8, 64).T)
     with pytest.raises(ValueError, match="contiguous"):
+        offload_tables(model)
+    model = Model()
+    parametrize.register_parametrization(model.table, "weight", nn.Identity())
+    with pytest.raises(ValueError, match=f"{NAME} is no parameter of its ParametrizedEmbedding; .*parametrization"):
         offload_tables(model)
     model = Model()
     driver.refuse_after = 0
