@@ -13,13 +13,14 @@ made anew when the parameter's memory changes; memory that is not page-locked is
 """
 
 import logging
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule
+from torch.fx import Graph, GraphModule, Node
 
 from ple_compile import upstream
 from ple_compile.config import Config
@@ -31,6 +32,8 @@ from ple_compile.tables import hot_rows, pinning
 log = logging.getLogger("ple_compile")
 
 _warned: set[str] = set()
+
+_ROWS_STAY = "its rows meet other host tensors before they move to the GPU, or stay on the host; move the rows first"
 
 
 @dataclass
@@ -64,20 +67,19 @@ def take_over(gm: GraphModule, example_inputs: list[Any], config: Config) -> lis
     A table in pageable memory is page-locked when `config.offload` is set, else left to the CPU with one warning.
     """
     placeholders = gm.graph.find_nodes(op="placeholder")
-    looked_up = {i: _host_lookups(node, table) for i, (node, table) in enumerate(zip(placeholders, example_inputs))}
-    looked_up = {i: lookups for i, lookups in looked_up.items() if lookups}
+    found_or_reason = {
+        i: _host_lookups(node, table) for i, (node, table) in enumerate(zip(placeholders, example_inputs))
+    }
+    looked_up = {i: found for i, found in found_or_reason.items() if found and not isinstance(found, str)}
     candidates = _among_themselves(looked_up)
     with pinning.all_or_none() as page_lock:
         lock = page_lock if config.offload else None
         page_locked = {i for i in candidates if _page_locked(placeholders[i], example_inputs[i], lock)}
     candidates = _among_themselves({i: candidates[i] for i in page_locked})
-    for index in looked_up.keys() - candidates.keys():
-        if pinning.is_page_locked(example_inputs[index]) and _first_word_about(placeholders[index].name):
-            log.warning(
-                "the page-locked table %s is looked up on the CPU, which stops the GPU in every forward: its rows meet "
-                "other host tensors before they move to the GPU, or stay on the host; move the rows first",
-                placeholders[index].name,
-            )
+    for index, lookups_or_reason in found_or_reason.items():
+        if lookups_or_reason and index not in candidates and pinning.is_page_locked(example_inputs[index]):
+            reason = lookups_or_reason if isinstance(lookups_or_reason, str) else _ROWS_STAY
+            _warn_of_a_locked_table(placeholders[index].name, reason)
     rows = _rows(candidates)
     _compute_on_device(_host_part(rows, rows))
     found = []
@@ -101,26 +103,61 @@ def views(tables: Sequence[HostTable], args: tuple) -> tuple:
     return tuple(replaced)
 
 
-def _host_lookups(node: Any, table: Any) -> list[tuple[Any, Any]]:
-    """(embedding, ids on the device) for each reader of a CPU table, if all of them look rows up for a GPU."""
+def _host_lookups(node: Any, table: Any) -> list[tuple[Any, Any]] | str:
+    """(embedding, ids on the device) for each reader of a CPU table, if all of them look rows up for a GPU.
+
+    Else, where rows are gathered beside tensors of a GPU, why they are not; otherwise nothing.
+    """
     if not isinstance(table, Tensor) or table.device.type != "cpu" or table.dim() != 2 or not pinning.available():
         return []
-    if table.requires_grad and torch.is_grad_enabled():
+    if not any(_gathers(user, node) for user in node.users) or not _uses_the_gpu(node.graph):
         return []
-    gpu, found = pinning.current_device().type, []
+    if table.requires_grad and torch.is_grad_enabled():
+        return "its gradient is recorded; call the model under torch.no_grad, or freeze the table"
+    found = []
     for user in node.users:
-        if _is_sharded(user) and user.args[0] is node:
-            ids = _before_moving(user.args[1])
-        elif user.target is torch.nn.functional.embedding and user.args[1:2] == (node,):
-            if _max_norm(user) is not None:  # writes to the table
-                return []
-            ids = _before_moving(user.args[0])
-        else:
-            return []
-        if _traced(ids).device.type != gpu:
-            return []
+        if not _looks_up(user, node):
+            return f"{user.name} reads it otherwise than by torch.nn.functional.embedding"
+        if _max_norm(user) is not None:
+            return "its embedding has max_norm, which writes to the table"
+        ids = _before_moving(_ids(user))
+        if _is_on_host(ids):
+            return f"its ids are computed on the host, by {ids.name}; compute them on the GPU"
         found.append((user, ids))
     return found
+
+
+def _looks_up(node: Any, table: Any) -> bool:
+    """Whether `node` gives whole rows of `table`, and reads it no other way."""
+    if _is_sharded(node) or node.target is torch.embedding:
+        given = node.args[0] if node.args else node.kwargs.get("weight")
+    elif node.target is torch.nn.functional.embedding:
+        given = node.args[1] if len(node.args) > 1 else node.kwargs["weight"]
+    else:
+        return False
+    return given is table and _ids(node) is not table
+
+
+def _gathers(node: Any, table: Any) -> bool:
+    """Whether rows of `table` are picked by a tensor, in whatever spelling."""
+    if node.target is operator.getitem:
+        index = node.args[1]
+        return node.args[0] is table and isinstance(index, Node) and isinstance(_traced(index), Tensor)
+    others = (torch.nn.functional.embedding_bag, torch.index_select, "index_select")
+    return _looks_up(node, table) or node.target in others
+
+
+def _ids(embedding: Any) -> Any:
+    args, kwargs = embedding.args, embedding.kwargs
+    if embedding.target is torch.nn.functional.embedding:
+        return args[0] if args else kwargs["input"]
+    return args[1] if len(args) > 1 else kwargs["indices"]
+
+
+def _uses_the_gpu(graph: Graph) -> bool:
+    gpu = pinning.current_device().type
+    values = (node.meta.get("example_value") for node in graph.find_nodes(op="placeholder"))
+    return any(isinstance(value, Tensor) and value.device.type == gpu for value in values)
 
 
 def _is_sharded(node: Any) -> bool:
@@ -136,6 +173,8 @@ def _before_moving(node: Any) -> Any:
 
 
 def _max_norm(embedding: Any) -> object:
+    if embedding.target is not torch.nn.functional.embedding:
+        return None
     return embedding.args[3] if len(embedding.args) > 3 else embedding.kwargs.get("max_norm")
 
 
@@ -206,10 +245,10 @@ def _look_up_on_device(embedding: Any, table: Any, ids: Any, debug: bool) -> Non
     graph, made = embedding.graph, []
     with graph.inserting_before(embedding):
         if _is_sharded(embedding):
-            moved = embedding.args[1]
+            moved = _ids(embedding)
             made.append(graph.call_function(sharded_lookup, (table, ids, *embedding.args[2:]), embedding.kwargs))
         else:
-            moved, known = embedding.args[0], ids
+            moved, known = _ids(embedding), ids
             if debug:
                 made.append(known := graph.call_function(checked_ids, (table, ids)))
             made.append(graph.call_function(lookup, (table, known)))
@@ -256,6 +295,13 @@ def _page_locked(node: Any, table: Tensor, lock: Callable[[Tensor, str], None] |
             table.nbytes / 2**30,
         )
     return False
+
+
+def _warn_of_a_locked_table(name: str, reason: str) -> None:
+    if _first_word_about(name):
+        log.warning(
+            "the page-locked table %s is looked up on the CPU, which stops the GPU in every forward: %s", name, reason
+        )
 
 
 def _first_word_about(name: str) -> bool:
