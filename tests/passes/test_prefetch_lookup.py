@@ -432,6 +432,19 @@ def traced(model, *args, **config):
     return found, actual, expected
 
 
+@pytest.mark.parametrize(
+    ("distance", "order"), [(1, "start start wait start wait wait"), (2, "start start start wait wait wait")]
+)
+def test_lookups_where_other_lookups_are(distance, order):
+    """Layer 0 begins with its lookup, where the one of layer 1 starts."""
+    model = offloaded(0, 1, 2, num_layers=3)
+    found, actual, expected = traced(model, *model.inputs(), prefetch_distance=distance)
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+    assert found.counts()["prefetch_lookup"] == 3
+    halves = re.findall(r"ple.lookup_(start|wait)", outline(found.graphs[0].graph))
+    assert " ".join(halves) == order
+
+
 @recorded
 def test_the_reference_model_with_tables_in_its_first_second_and_fourth_layer():
     torch.manual_seed(0)
