@@ -188,7 +188,7 @@ def _sink(node: Node, anchor: Node) -> tuple[list[Node], Node]:
             sunk.add(reader)
         else:
             others.append(reader)
-    meeting = min(others)
+    meeting = min(others, default=node.graph.output_node())
     return sorted(n for n in sunk if n < meeting), meeting
 
 

@@ -346,6 +346,18 @@ def test_a_write_after_the_lookup_is_no_obstacle():
     assert start < write
 
 
+def test_rows_that_nothing_needs_any_more():
+    """An earlier pass leaves what it has replaced in the graph."""
+
+    def function(table, hidden, ids):
+        lookup(table, ids) * 2
+        return hidden @ hidden
+
+    graph = trace(function, torch.randn(50, 4), torch.randn(3, 3), torch.arange(6))
+    assert prefetch_lookup(graph, GraphReport(), prefetch_distance=1) == 1
+    graph.lint()
+
+
 def test_left_alone_when_the_table_is_written_to_before_the_rows_are_used():
     def function(table, hidden, ids):
         hidden = hidden @ hidden
