@@ -45,16 +45,21 @@ class HostTable:
 
     index: int
     device: torch.device
+    name: str
+    page_lock: bool = False  # Config.offload: lock whatever memory the table has by the time of a call
     address: int = -1
     view: Tensor | None = None
 
     def current_view(self, table: Tensor) -> Tensor:
-        """The CUDA view of `table`; raises ValueError when its memory is not page-locked (any more)."""
+        """The CUDA view of `table`; raises ValueError where its memory is not page-locked and is not to be."""
         if not pinning.is_page_locked(table):
-            raise ValueError(
-                "a table that was page-locked when its model was compiled now lies in pageable memory (was its .data "
-                "replaced, or the model handed to another process?); call ple_compile.offload_tables(model) again"
-            )
+            if not self.page_lock:
+                raise ValueError(
+                    f"the table {self.name}, page-locked when its model was compiled, now lies in pageable memory (was "
+                    "its .data replaced, the model copied, or handed to another process?); call "
+                    "ple_compile.offload_tables(model) again"
+                )
+            pinning.page_lock(table, self.name)
         if self.view is None or table.data_ptr() != self.address:
             self.view, self.address = pinning.cuda_view(table, self.device, owning=False), table.data_ptr()
         hot_rows.drop_outdated(table)  # the replay of a CUDA graph would not
@@ -79,7 +84,7 @@ def take_over(gm: GraphModule, example_inputs: list[Any], config: Config) -> lis
     for index, lookups_or_reason in found_or_reason.items():
         if lookups_or_reason and index not in candidates and pinning.is_page_locked(example_inputs[index]):
             reason = lookups_or_reason if isinstance(lookups_or_reason, str) else _ROWS_STAY
-            _warn_of_a_locked_table(placeholders[index].name, reason)
+            _warn_of_a_locked_table(_name(placeholders[index]), reason)
     rows = _rows(candidates)
     _compute_on_device(_host_part(rows, rows))
     found = []
@@ -88,7 +93,7 @@ def take_over(gm: GraphModule, example_inputs: list[Any], config: Config) -> lis
         for embedding, ids in lookups:
             _look_up_on_device(embedding, placeholders[index], ids, config.debug)
         example_inputs[index] = upstream.fake_on(_traced(placeholders[index]), device)
-        found.append(HostTable(index, device))
+        found.append(HostTable(index, device, _name(placeholders[index]), config.offload))
     if found:
         # No dead-code elimination: this graph still writes in place, and nobody reads what such a call returns.
         gm.recompile()
@@ -276,6 +281,11 @@ def _host_tensors(node: Any) -> list[Tensor]:
     return [t for t in leaves if isinstance(t, Tensor) and t.device.type != pinning.current_device().type]
 
 
+def _name(placeholder: Node) -> str:
+    """As in `state_dict`, or as Dynamo calls it."""
+    return upstream.input_name(placeholder).removeprefix("L['self'].")
+
+
 def _traced(node: Any) -> Any:
     return node.meta["example_value"]
 
@@ -285,13 +295,13 @@ def _page_locked(node: Any, table: Tensor, lock: Callable[[Tensor, str], None] |
     if pinning.is_page_locked(table):
         return True
     if lock is not None:
-        lock(table, node.name)
+        lock(table, _name(node))
         return True
-    if _first_word_about(node.name):
+    if _first_word_about(_name(node)):
         log.warning(
             "the table %s (%.1f GiB) lies in pageable host memory and is looked up on the CPU, which stops the GPU in "
             "every forward; call ple_compile.offload_tables(model) first, or compile with offload=True",
-            node.name,
+            _name(node),
             table.nbytes / 2**30,
         )
     return False

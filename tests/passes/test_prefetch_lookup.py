@@ -219,6 +219,7 @@ def test_an_untouched_table_is_left_alone_with_one_warning(driver, caplog, monke
     assert run(model, length=7) == "mm mm mm mm mm mm mm mm mm"
     (warning,) = [record.getMessage() for record in caplog.records if "pageable" in record.getMessage()]
     assert "ple_compile.offload_tables(model)" in warning and "offload=True" in warning
+    assert "the table layers.2.ngrams.table.weight (" in warning
     assert not driver.locked
 
 
@@ -227,6 +228,20 @@ def test_offload_in_the_configuration_page_locks_what_it_meets(driver, views):  
     assert run(model, offload=True) == "mm mm start mm mm wait mm mm mm mm mm"
     weight = model.layers[2].ngrams.table.weight
     assert driver.covers(weight) and set(views) == {weight.data_ptr()}
+
+
+def test_offload_in_the_configuration_page_locks_what_the_same_code_meets_later(driver, no_codegen):  # noqa: F811
+    """A second model runs the code that was compiled for the first; and a table may be replaced."""
+    models = [Stack(2), Stack(2)]
+    models[1].layers[2].ngrams.table.weight.mul_(2)
+    for model in models:
+        compiled = torch.compile(model, backend="ple", fullgraph=True, options={"offload": True})
+        for _ in range(2):
+            weight = model.layers[2].ngrams.table.weight
+            weight.data = weight.data + 1
+            with torch.no_grad():
+                torch.testing.assert_close(compiled(*model.inputs()), model(*model.inputs()), rtol=1e-5, atol=1e-5)
+            assert driver.covers(weight)
 
 
 def test_a_page_lock_that_is_refused_while_compiling(driver):  # noqa: F811
