@@ -283,7 +283,7 @@ def _host_tensors(node: Any) -> list[Tensor]:
 
 def _name(placeholder: Node) -> str:
     """As in `state_dict`, or as Dynamo calls it."""
-    return upstream.input_name(placeholder).removeprefix("L['self'].")
+    return upstream.LOCAL.sub("", upstream.input_name(placeholder))
 
 
 def _traced(node: Any) -> Any:
