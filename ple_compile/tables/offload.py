@@ -147,7 +147,9 @@ class _Offloaded:
         elif probe.dtype != table.dtype:
             converted = table.data.to(probe.dtype)
             hot_rows.detach(table)
+            gradient, table.grad = table.grad, None
             table.data = converted
+            table.grad = None if gradient is None else gradient.to(probe.dtype)
             self._settle()
         return self
 

@@ -125,7 +125,9 @@ def test_changing_the_type_converts_and_locks_again(driver):
     offload_tables(model)
     expected = model.table.weight.detach().bfloat16()
     parameter = model.table.weight
+    parameter.grad = torch.ones_like(parameter)
     model.to(torch.bfloat16)
+    assert parameter.grad.dtype == torch.bfloat16
     gc.collect()
     assert model.table.weight is parameter and torch.equal(parameter, expected)
     assert driver.covers(parameter) and len(driver.locked) == 1
