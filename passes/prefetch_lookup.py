@@ -80,8 +80,10 @@ def prefetch_lookup(graph: Graph, report: GraphReport, *, prefetch_distance: int
     """Split every lookup in a host table into start and wait; returns how many."""
     found = _find_prefetches(graph, report, prefetch_distance)
     order: dict[Node, OrderedSet] = {}
-    for prefetch in found:
-        start, wait = _split(graph, prefetch)
+    # Each step for all of them: one lookup may be where another starts, and products move down with the waits.
+    starts = [_start(graph, prefetch) for prefetch in found]
+    waits = [_wait(graph, prefetch, start) for prefetch, start in zip(found, starts)]
+    for prefetch, start, wait in zip(found, starts, waits):
         _hold_apart(order, prefetch, start, wait)
     upstream.preserve_node_ordering(graph, order)
     return len(found)
@@ -108,23 +110,33 @@ def _find_prefetches(graph: Graph, report: GraphReport, distance: int | str) -> 
     return found
 
 
-def _split(graph: Graph, prefetch: _Prefetch) -> tuple[Node, Node]:
-    anchor, (node, *dependent) = prefetch.anchor, prefetch.sunk
-    table, ids = node.args
+def _start(graph: Graph, prefetch: _Prefetch) -> Node:
+    """Put the start, and what its ids need, where the lookup starts."""
+    anchor, node = prefetch.anchor, prefetch.sunk[0]
     while anchor in prefetch.needed:
         anchor = anchor.next
     for moved in prefetch.needed:
         if anchor < moved:
             anchor.prepend(moved)
-    start = insert(graph, anchor, lookup_start, (table, ids))
-    wait = insert(graph, prefetch.meeting, lookup_wait, (start, table, ids))
-    for part in (start, wait):
-        part.meta.update({key: node.meta[key] for key in _PROVENANCE if key in node.meta})
+    start = insert(graph, anchor, lookup_start, node.args)
+    _copy_provenance(node, start)
+    return start
+
+
+def _wait(graph: Graph, prefetch: _Prefetch, start: Node) -> Node:
+    """Put the wait, in the lookup's stead, and what it sinks with to where they meet something newer."""
+    node, *dependent = prefetch.sunk
+    wait = insert(graph, prefetch.meeting, lookup_wait, (start, *node.args))
+    _copy_provenance(node, wait)
     for moved in dependent:
         prefetch.meeting.prepend(moved)
     node.replace_all_uses_with(wait)
     graph.erase_node(node)
-    return start, wait
+    return wait
+
+
+def _copy_provenance(node: Node, part: Node) -> None:
+    part.meta.update({key: node.meta[key] for key in _PROVENANCE if key in node.meta})
 
 
 def _hold_apart(order: dict[Node, OrderedSet], prefetch: _Prefetch, start: Node, wait: Node) -> None:
@@ -176,7 +188,7 @@ def _sink(node: Node, anchor: Node) -> tuple[list[Node], Node]:
             sunk.add(reader)
         else:
             others.append(reader)
-    meeting = min(others)
+    meeting = min(others, default=node.graph.output_node())
     return sorted(n for n in sunk if n < meeting), meeting
 
 

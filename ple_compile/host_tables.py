@@ -13,24 +13,27 @@ made anew when the parameter's memory changes; memory that is not page-locked is
 """
 
 import logging
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule
+from torch.fx import Graph, GraphModule, Node
 
 from ple_compile import upstream
 from ple_compile.config import Config
 from ple_compile.ops.checked_ids import checked_ids
 from ple_compile.ops.lookup import lookup
 from ple_compile.ops.sharded_lookup import sharded_lookup
-from ple_compile.tables import pinning
+from ple_compile.tables import hot_rows, pinning
 
 log = logging.getLogger("ple_compile")
 
 _warned: set[str] = set()
+
+_ROWS_STAY = "its rows meet other host tensors before they move to the GPU, or stay on the host; move the rows first"
 
 
 @dataclass
@@ -42,18 +45,24 @@ class HostTable:
 
     index: int
     device: torch.device
+    name: str
+    page_lock: bool = False  # Config.offload: lock whatever memory the table has by the time of a call
     address: int = -1
     view: Tensor | None = None
 
     def current_view(self, table: Tensor) -> Tensor:
-        """The CUDA view of `table`; raises ValueError when its memory is not page-locked (any more)."""
+        """The CUDA view of `table`; raises ValueError where its memory is not page-locked and is not to be."""
         if not pinning.is_page_locked(table):
-            raise ValueError(
-                "a table that was page-locked when its model was compiled now lies in pageable memory (its .data was "
-                "replaced?); call ple_compile.offload_tables(model) again"
-            )
+            if not self.page_lock:
+                raise ValueError(
+                    f"the table {self.name}, page-locked when its model was compiled, now lies in pageable memory (was "
+                    "its .data replaced, the model copied, or handed to another process?); call "
+                    "ple_compile.offload_tables(model) again"
+                )
+            pinning.page_lock(table, self.name)
         if self.view is None or table.data_ptr() != self.address:
             self.view, self.address = pinning.cuda_view(table, self.device, owning=False), table.data_ptr()
+        hot_rows.drop_outdated(table)  # the replay of a CUDA graph would not
         return self.view
 
 
@@ -63,20 +72,19 @@ def take_over(gm: GraphModule, example_inputs: list[Any], config: Config) -> lis
     A table in pageable memory is page-locked when `config.offload` is set, else left to the CPU with one warning.
     """
     placeholders = gm.graph.find_nodes(op="placeholder")
-    looked_up = {i: _host_lookups(node, table) for i, (node, table) in enumerate(zip(placeholders, example_inputs))}
-    looked_up = {i: lookups for i, lookups in looked_up.items() if lookups}
+    found_or_reason = {
+        i: _host_lookups(node, table) for i, (node, table) in enumerate(zip(placeholders, example_inputs))
+    }
+    looked_up = {i: found for i, found in found_or_reason.items() if found and not isinstance(found, str)}
     candidates = _among_themselves(looked_up)
     with pinning.all_or_none() as page_lock:
         lock = page_lock if config.offload else None
         page_locked = {i for i in candidates if _page_locked(placeholders[i], example_inputs[i], lock)}
     candidates = _among_themselves({i: candidates[i] for i in page_locked})
-    for index in looked_up.keys() - candidates.keys():
-        if pinning.is_page_locked(example_inputs[index]) and _first_word_about(placeholders[index].name):
-            log.warning(
-                "the page-locked table %s is looked up on the CPU, which stops the GPU in every forward: its rows meet "
-                "other host tensors before they move to the GPU, or stay on the host; move the rows first",
-                placeholders[index].name,
-            )
+    for index, lookups_or_reason in found_or_reason.items():
+        if lookups_or_reason and index not in candidates and pinning.is_page_locked(example_inputs[index]):
+            reason = lookups_or_reason if isinstance(lookups_or_reason, str) else _ROWS_STAY
+            _warn_of_a_locked_table(_name(placeholders[index]), reason)
     rows = _rows(candidates)
     _compute_on_device(_host_part(rows, rows))
     found = []
@@ -85,7 +93,7 @@ def take_over(gm: GraphModule, example_inputs: list[Any], config: Config) -> lis
         for embedding, ids in lookups:
             _look_up_on_device(embedding, placeholders[index], ids, config.debug)
         example_inputs[index] = upstream.fake_on(_traced(placeholders[index]), device)
-        found.append(HostTable(index, device))
+        found.append(HostTable(index, device, _name(placeholders[index]), config.offload))
     if found:
         # No dead-code elimination: this graph still writes in place, and nobody reads what such a call returns.
         gm.recompile()
@@ -100,26 +108,61 @@ def views(tables: Sequence[HostTable], args: tuple) -> tuple:
     return tuple(replaced)
 
 
-def _host_lookups(node: Any, table: Any) -> list[tuple[Any, Any]]:
-    """(embedding, ids on the device) for each reader of a CPU table, if all of them look rows up for a GPU."""
+def _host_lookups(node: Any, table: Any) -> list[tuple[Any, Any]] | str:
+    """(embedding, ids on the device) for each reader of a CPU table, if all of them look rows up for a GPU.
+
+    Else, where rows are gathered beside tensors of a GPU, why they are not; otherwise nothing.
+    """
     if not isinstance(table, Tensor) or table.device.type != "cpu" or table.dim() != 2 or not pinning.available():
         return []
-    if table.requires_grad and torch.is_grad_enabled():
+    if not any(_gathers(user, node) for user in node.users) or not _uses_the_gpu(node.graph):
         return []
-    gpu, found = pinning.current_device().type, []
+    if table.requires_grad and torch.is_grad_enabled():
+        return "its gradient is recorded; call the model under torch.no_grad, or freeze the table"
+    found = []
     for user in node.users:
-        if _is_sharded(user) and user.args[0] is node:
-            ids = _before_moving(user.args[1])
-        elif user.target is torch.nn.functional.embedding and user.args[1:2] == (node,):
-            if _max_norm(user) is not None:  # writes to the table
-                return []
-            ids = _before_moving(user.args[0])
-        else:
-            return []
-        if _traced(ids).device.type != gpu:
-            return []
+        if not _looks_up(user, node):
+            return f"{user.name} reads it otherwise than by torch.nn.functional.embedding"
+        if _max_norm(user) is not None:
+            return "its embedding has max_norm, which writes to the table"
+        ids = _before_moving(_ids(user))
+        if _is_on_host(ids):
+            return f"its ids are computed on the host, by {ids.name}; compute them on the GPU"
         found.append((user, ids))
     return found
+
+
+def _looks_up(node: Any, table: Any) -> bool:
+    """Whether `node` gives whole rows of `table`, and reads it no other way."""
+    if _is_sharded(node) or node.target is torch.embedding:
+        given = node.args[0] if node.args else node.kwargs.get("weight")
+    elif node.target is torch.nn.functional.embedding:
+        given = node.args[1] if len(node.args) > 1 else node.kwargs["weight"]
+    else:
+        return False
+    return given is table and _ids(node) is not table
+
+
+def _gathers(node: Any, table: Any) -> bool:
+    """Whether rows of `table` are picked by a tensor, in whatever spelling."""
+    if node.target is operator.getitem:
+        index = node.args[1]
+        return node.args[0] is table and isinstance(index, Node) and isinstance(_traced(index), Tensor)
+    others = (torch.nn.functional.embedding_bag, torch.index_select, "index_select")
+    return _looks_up(node, table) or node.target in others
+
+
+def _ids(embedding: Any) -> Any:
+    args, kwargs = embedding.args, embedding.kwargs
+    if embedding.target is torch.nn.functional.embedding:
+        return args[0] if args else kwargs["input"]
+    return args[1] if len(args) > 1 else kwargs["indices"]
+
+
+def _uses_the_gpu(graph: Graph) -> bool:
+    gpu = pinning.current_device().type
+    values = (node.meta.get("example_value") for node in graph.find_nodes(op="placeholder"))
+    return any(isinstance(value, Tensor) and value.device.type == gpu for value in values)
 
 
 def _is_sharded(node: Any) -> bool:
@@ -135,6 +178,8 @@ def _before_moving(node: Any) -> Any:
 
 
 def _max_norm(embedding: Any) -> object:
+    if embedding.target is not torch.nn.functional.embedding:
+        return None
     return embedding.args[3] if len(embedding.args) > 3 else embedding.kwargs.get("max_norm")
 
 
@@ -205,10 +250,10 @@ def _look_up_on_device(embedding: Any, table: Any, ids: Any, debug: bool) -> Non
     graph, made = embedding.graph, []
     with graph.inserting_before(embedding):
         if _is_sharded(embedding):
-            moved = embedding.args[1]
+            moved = _ids(embedding)
             made.append(graph.call_function(sharded_lookup, (table, ids, *embedding.args[2:]), embedding.kwargs))
         else:
-            moved, known = embedding.args[0], ids
+            moved, known = _ids(embedding), ids
             if debug:
                 made.append(known := graph.call_function(checked_ids, (table, ids)))
             made.append(graph.call_function(lookup, (table, known)))
@@ -236,6 +281,11 @@ def _host_tensors(node: Any) -> list[Tensor]:
     return [t for t in leaves if isinstance(t, Tensor) and t.device.type != pinning.current_device().type]
 
 
+def _name(placeholder: Node) -> str:
+    """As in `state_dict`, or as Dynamo calls it."""
+    return upstream.LOCAL.sub("", upstream.input_name(placeholder))
+
+
 def _traced(node: Any) -> Any:
     return node.meta["example_value"]
 
@@ -245,16 +295,23 @@ def _page_locked(node: Any, table: Tensor, lock: Callable[[Tensor, str], None] |
     if pinning.is_page_locked(table):
         return True
     if lock is not None:
-        lock(table, node.name)
+        lock(table, _name(node))
         return True
-    if _first_word_about(node.name):
+    if _first_word_about(_name(node)):
         log.warning(
             "the table %s (%.1f GiB) lies in pageable host memory and is looked up on the CPU, which stops the GPU in "
             "every forward; call ple_compile.offload_tables(model) first, or compile with offload=True",
-            node.name,
+            _name(node),
             table.nbytes / 2**30,
         )
     return False
+
+
+def _warn_of_a_locked_table(name: str, reason: str) -> None:
+    if _first_word_about(name):
+        log.warning(
+            "the page-locked table %s is looked up on the CPU, which stops the GPU in every forward: %s", name, reason
+        )
 
 
 def _first_word_about(name: str) -> bool:

@@ -9,7 +9,6 @@ import dataclasses
 import hashlib
 import logging
 import pathlib
-import re
 import secrets
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -26,8 +25,6 @@ from ple_compile.report import GraphReport
 _collectors: list[list["Execution"]] = []
 _regions: list[str] = []
 _warned: set[str] = set()
-# What Dynamo calls a local of the function that it compiled: L['self'], or L['args'][0].
-_LOCAL = re.compile(r"^L\['\w+'\](?:\[\w+\])*\.")
 
 log = logging.getLogger("ple_compile")
 
@@ -132,7 +129,7 @@ def executed(report: GraphReport, names: Sequence[str], args: Sequence[Any]) -> 
     if not _collectors:
         return
     sizes = {symbol: int(args[found.argument]) for symbol, found in report.symbols.items()}
-    held = {_LOCAL.sub("", name): id(x) for name, x in zip(names, args) if _LOCAL.match(name)}
+    held = {upstream.LOCAL.sub("", name): id(x) for name, x in zip(names, args) if upstream.LOCAL.match(name)}
     execution = Execution(_regions[-1] if _regions else "", dataclasses.replace(report, sizes=sizes), held)
     for collector in _collectors:
         collector.append(execution)

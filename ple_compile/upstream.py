@@ -161,6 +161,10 @@ def graph_break(gm: torch.fx.GraphModule) -> str:
     return f"{reason.reason.strip().splitlines()[0]}{where}"
 
 
+# What Dynamo calls a local of the function that it compiled: L['self'], or L['args'][0].
+LOCAL = re.compile(r"^L\['\w+'\](?:\[\w+\])*\.")
+
+
 def input_name(placeholder: torch.fx.Node) -> str:
     """What the user calls an input of a Dynamo graph: `L['self'].layers.0.weight`, or the node's name."""
     argument = placeholder.meta.get("grapharg")

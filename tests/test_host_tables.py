@@ -57,7 +57,7 @@ def taken(function: Callable, *arguments: Tensor) -> tuple[int, list[str], list]
     tables = host_tables.take_over(gm, inputs, Config())
     placed = Placed(gm)
     placed.on_host = []
-    with inputs[0].fake_mode:
+    with inputs[0].fake_mode, torch.no_grad():
         placed.run(*inputs)
     return len(tables), placed.on_host, [node.target for node in gm.graph.nodes]
 
@@ -71,10 +71,51 @@ def ids(fake_mode: None) -> Tensor:
     return on(GPU, 2, 7, dtype=torch.int64)
 
 
-def test_rows_that_move_to_the_gpu(ids: Tensor) -> None:
-    count, on_host, targets = taken(lambda t, i: F.embedding(i.cpu(), t).to(i.device) * 2, on("cpu", 1000, 32), ids)
+LOOKUPS = {
+    "embedding": lambda t, i: F.embedding(i.cpu(), t).to(i.device) * 2,
+    "embedding by keyword": lambda t, i: F.embedding(i.to("cpu"), weight=t).to(i.device) * 2,
+    "embedding by keywords": lambda t, i: F.embedding(input=i.to("cpu"), weight=t, padding_idx=3).to(i.device) * 2,
+    "torch.embedding": lambda t, i: torch.embedding(t, i.cpu()).to(i.device) * 2,
+}
+
+
+@pytest.mark.parametrize("name", LOOKUPS)
+def test_rows_that_move_to_the_gpu(name: str, ids: Tensor) -> None:
+    count, on_host, targets = taken(LOOKUPS[name], on("cpu", 1000, 32), ids)
     assert count == 1 and not on_host
     assert lookup in targets and "cpu" not in targets
+
+
+OTHERWISE = {
+    "by getitem|getitem reads it": lambda t, i: t[i.cpu()].to(GPU),
+    "by index_select|index_select reads it": lambda t, i: t.index_select(0, i.cpu().view(-1)).to(GPU),
+    "also by row|getitem reads it": lambda t, i: F.embedding(i.cpu(), t).to(GPU) + t[0].to(GPU),
+    "with ids made there|computed on the host, by clamp": lambda t, i: F.embedding(i.cpu().clamp(0, 9), t).to(GPU),
+    "with max_norm|has max_norm": lambda t, i: F.embedding(i.cpu(), t, max_norm=1.0).to(GPU),
+}
+
+
+@pytest.mark.parametrize("name", OTHERWISE)
+def test_a_locked_table_that_is_read_otherwise_is_a_warning(
+    name: str, ids: Tensor, caplog: pytest.LogCaptureFixture
+) -> None:
+    host_tables._warned.clear()
+    count, _, _ = taken(OTHERWISE[name], on("cpu", 1000, 32), ids)
+    assert count == 0
+    (warning,) = [record.getMessage() for record in caplog.records if "page-locked" in record.getMessage()]
+    assert "the page-locked table l_t_ is looked up on the CPU" in warning and name.split("|")[1] in warning
+
+
+def test_a_locked_table_that_trains_is_a_warning(ids: Tensor, caplog: pytest.LogCaptureFixture) -> None:
+    host_tables._warned.clear()
+    count, _, _ = taken(LOOKUPS["embedding"], on("cpu", 1000, 32).requires_grad_(), ids)
+    assert count == 0 and "its gradient is recorded; call the model under torch.no_grad" in caplog.text
+
+
+@pytest.mark.parametrize("call", [lambda t, i: F.embedding(i, t), lambda t, i: t[i]])
+def test_a_graph_without_a_gpu_is_no_warning(call: Callable, fake_mode: None, caplog: pytest.LogCaptureFixture) -> None:
+    count, _, _ = taken(call, on("cpu", 1000, 32), on("cpu", 2, 7, dtype=torch.int64))
+    assert count == 0 and "table" not in caplog.text
 
 
 @pytest.mark.parametrize("moved", [True, False], ids=["ids moved", "ids as they are"])

@@ -5,7 +5,7 @@ import torch
 from torch.fx import Graph, Node
 
 from ple_compile.matching.candidates import Declined
-from ple_compile.matching.graph import aten, casts_up_or_keeps, open_inputs, prims
+from ple_compile.matching.graph import aten, casts_up_or_keeps, numbered_layer, open_inputs, prims
 from ple_compile.matching.packed_roles import find_roles
 
 
@@ -49,3 +49,19 @@ def test_a_size_is_no_input() -> None:
     size = graph.call_function(aten.sym_size.int, (x, 0))
     view = graph.call_function(aten.reshape.default, (weight, [size]))
     assert open_inputs([view], set()) == [weight]
+
+
+@pytest.mark.parametrize(
+    ("path", "layer"),
+    [
+        ("L['self'].model.layers[3].ple", ("model.layers", 3)),
+        ("L['self'].layers._modules['3']", ("layers", 3)),
+        ("L['layers'][3].ple", ("L.layers", 3)),
+        ("L['args'][0].ple_embedding", None),  # a region of `ple_compile.compile`
+        ("L['args'][0].layers[3]", ("layers", 3)),
+    ],
+)
+def test_the_numbered_layer_of_a_module_path(path: str, layer: tuple[str, int] | None) -> None:
+    node = Graph().placeholder("x")
+    node.meta["nn_module_stack"] = {"a": (path, torch.nn.Module)}
+    assert numbered_layer(node) == layer

@@ -238,8 +238,8 @@ def numbered_layer(node: Node) -> tuple[str, int] | None:
 
 
 def _dotted(path: str) -> str:
-    """Dynamo's `L['self'].model.layers[0].ple` or `layers.0` as `model.layers.0.ple`."""
-    path = re.sub(r"^L\['self'\]\.?", "", path)
+    """Dynamo's `L['self'].model.layers[0].ple` or `layers.0` as `model.layers.0.ple`; `L['args'][0]` is no layer 0."""
+    path = re.sub(r"^L\['(?:self|args)'\](?:\[\d+\])*\.?", "", path)
     return re.sub(r"\[['\"]?(\w+)['\"]?\]", r".\1", path).replace("._modules.", ".").lstrip(".")
 
 

@@ -17,8 +17,13 @@ class Table:
 
     @property
     def weight(self) -> nn.Parameter:
-        weight = self.embedding._parameters["weight"]
-        assert weight is not None
+        """Raises ValueError where that is no parameter of the embedding, as under a parametrization."""
+        weight = self.embedding._parameters.get("weight")
+        if weight is None:
+            raise ValueError(
+                f"{self.name} is no parameter of its {type(self.embedding).__name__}; take its parametrization away "
+                "first (torch.nn.utils.parametrize.remove_parametrizations), or give it a weight"
+            )
         return weight
 
 

@@ -20,7 +20,7 @@ One lookup is eight launches, none of which the host waits for:
 Exact by construction: a word stamped with this batch is no hit for this batch, since its data is not there yet; words
 change by compare-and-swap only; and a lookup that finds the cache taken by a lookup on another stream goes without.
 Rows are copies: after a change of the table in place, `clear` (a lookup from Python sees the table's version change
-and clears; the replay of a CUDA graph cannot).
+and clears, as every call of compiled code does; the replay of a CUDA graph that the user captured cannot).
 """
 
 import contextlib
@@ -51,7 +51,10 @@ _NO_WAY = tl.constexpr(1 << 20)  # a rank above every count
 _LEADER = tl.constexpr(-1)
 _OUTSIDE = tl.constexpr(-(2**31))
 
+# Address of the table's first row, and device -> its cache.
 _CACHES: dict[tuple[int, torch.device], "HotRows"] = {}
+# Replaced caches whose memory CUDA graphs that were captured with them read at every replay.
+_RETIRED: dict[tuple[int, torch.device], list["HotRows"]] = {}
 
 
 class HotRows:
@@ -63,6 +66,7 @@ class HotRows:
         self._table = weakref.ref(table)
         self._version = _version(table)
         self._layout = _layout(table)
+        self._captured = False
         cells = self.num_sets * WAYS.value
         self.rows = torch.empty((cells, row_bytes), dtype=torch.uint8, device=device)
         self.words = torch.full((cells + _IDLE_CELLS.value,), _ID_MASK.value, dtype=torch.int64, device=device)
@@ -98,15 +102,23 @@ class HotRows:
     def is_current(self) -> bool:
         """Whether the cached rows are the table's; clears them when the table was changed in place."""
         table = self._table()
-        if table is None or _version(table) == self._version:
-            return table is not None
+        if table is None or table.data_ptr() != self._layout[0]:
+            return False
+        if _version(table) == self._version:
+            return True
         if self.words.is_cuda and torch.cuda.is_current_stream_capturing():
             return False
         self.clear()
         return True
 
+    def serve(self, table: Tensor) -> None:
+        """Begin anew, empty, for the same memory; `table` may be another tensor on it."""
+        self._table = weakref.ref(table)
+        self.clear()
+
     def prepared(self, rows: Tensor, table: Tensor, ids: Tensor) -> _host_reads.Gather:
         """The lookup of contiguous `ids`, not empty, into contiguous `rows`."""
+        self._captured |= self.words.is_cuda and torch.cuda.is_current_stream_capturing()
         with self._emptied_on_failure():
             return self._prepared(rows, table, ids)
 
@@ -190,11 +202,12 @@ class HotRows:
 def num_sets(table: Tensor, nbytes: int) -> int:
     """How many sets of rows a cache of `nbytes` has. Raises ValueError where that is none, or the table too long."""
     row_bytes = table.shape[1] * table.element_size()
-    count = nbytes // (WAYS.value * (row_bytes + 8))
-    if count < 1 or count * WAYS.value >= 2**31:
+    set_bytes = WAYS.value * (row_bytes + 8)
+    count, most = nbytes // set_bytes, (2**31 - 1) // WAYS.value
+    if not 1 <= count <= most:
         raise ValueError(
-            f"gpu_cache_bytes: {nbytes} bytes make {max(0, count)} sets of {WAYS.value} rows of "
-            f"{row_bytes} bytes; pass at least {WAYS.value * (row_bytes + 8)} bytes, or 0 for no cache"
+            f"gpu_cache_bytes: {nbytes} bytes make {count} sets of {WAYS.value} rows of {row_bytes} bytes; pass "
+            f"{set_bytes} to {most * set_bytes} bytes for each table, or 0 for no cache"
         )
     if table.shape[0] >= _ID_MASK.value:
         raise ValueError(f"gpu_cache_bytes: {table.shape[0]} rows are too many for a cache; pass 0")
@@ -202,45 +215,78 @@ def num_sets(table: Tensor, nbytes: int) -> int:
 
 
 def attach(table: Tensor, nbytes: int, device: torch.device) -> HotRows:
-    """Give the table a cache on the device; it goes with the table's memory. Replaces an earlier one."""
-    cache = HotRows(table, nbytes, device)
-    key = (table.untyped_storage().data_ptr(), device)
-    _CACHES[key] = cache
+    """Give the table a cache on the device, in place of earlier ones; it goes with the table's memory.
+
+    One that is there already and is as large stays where it is, emptied.
+    """
+    key, sets = (table.data_ptr(), device), num_sets(table, nbytes)
+    present = _CACHES.get(key)
+    kept = present is not None and present.num_sets == sets and present._layout == _layout(table)
+    _drop([other for other in _keys(table) if other != key or not kept])
+    if present is not None and kept:
+        present.serve(table)
+        return present
+    cache = _CACHES[key] = HotRows(table, nbytes, device)
     weakref.finalize(table.untyped_storage(), _forget, key, weakref.ref(cache)).atexit = False
     return cache
 
 
 def caches() -> list[HotRows]:
     """Every cache there is."""
-    return list(_CACHES.values())
+    return [*_CACHES.values(), *(cache for retired in _RETIRED.values() for cache in retired)]
 
 
 def detach(table: Tensor) -> None:
-    """Free the table's caches."""
-    address = table.untyped_storage().data_ptr()
-    for key in [key for key in _CACHES if key[0] == address]:
-        del _CACHES[key]
+    """Take the table's caches away."""
+    _drop(_keys(table))
 
 
 def clear(table: Tensor) -> None:
     """Empty the table's caches: for a write that lookups cannot see."""
-    address = table.untyped_storage().data_ptr()
-    for (cached, _), cache in list(_CACHES.items()):
-        if cached == address:
-            cache.clear()
+    for cache in _of(table):
+        cache.clear()
+
+
+def drop_outdated(table: Tensor) -> None:
+    """Empty those of the table's caches that hold rows of an earlier state of it."""
+    for cache in _of(table):
+        cache.is_current()
 
 
 def cache_of(table: Tensor, device: torch.device) -> HotRows | None:
     """The table's cache on the device; the table may be the host tensor or its CUDA view, but no part of it."""
     if not _CACHES:
         return None
-    cache = _CACHES.get((table.untyped_storage().data_ptr(), device))
+    cache = _CACHES.get((table.data_ptr(), device))
     return cache if cache is not None and cache._layout == _layout(table) else None
 
 
+def _keys(table: Tensor) -> list[tuple[int, torch.device]]:
+    address = table.data_ptr()
+    return [key for key in _CACHES if key[0] == address]
+
+
+def _of(table: Tensor) -> list[HotRows]:
+    address = table.data_ptr()
+    return [cache for cache in caches() if cache._layout[0] == address]
+
+
+def _drop(keys: list[tuple[int, torch.device]]) -> None:
+    for key in keys:
+        cache = _CACHES.pop(key)
+        if cache._captured:
+            cache.clear()
+            _RETIRED.setdefault(key, []).append(cache)
+
+
 def _forget(key: tuple[int, torch.device], cache: "weakref.ref[HotRows]") -> None:
-    if _CACHES.get(key) is cache():
-        _CACHES.pop(key, None)
+    gone = cache()
+    if gone is not None and _CACHES.get(key) is gone:
+        del _CACHES[key]
+    if gone in (retired := _RETIRED.get(key, [])):
+        retired.remove(gone)
+        if not retired:
+            del _RETIRED[key]
 
 
 def _layout(table: Tensor) -> tuple[int, int, int, int]:

@@ -4,7 +4,8 @@ The parameter stays what it was, the host tensor at the same address (unless it 
 `state_dict`, `load_state_dict` and `save_pretrained` see nothing new. The embedding's class becomes a subclass of
 itself that keeps the table on the host when the model is moved, and page-locks it again when it is replaced through
 the module (`.to(dtype)`, `load_state_dict(assign=True)`). A replacement that the module does not see (`.data = ...`)
-is refused by the lookup, since that memory is not page-locked; call `offload_tables` again.
+is refused by the lookup, since that memory is not page-locked; call `offload_tables` again. So is a table that
+`torch.multiprocessing` moved into shared memory to send it to another process.
 
 Scales of a quantised table move with the model and come to the rows, one value or those of the rows looked up.
 transformers' `FP8Embedding` multiplies where the rows are, on the host, by a scale that is then on the GPU, which torch
@@ -33,15 +34,20 @@ def offload_tables(model: nn.Module, gpu_cache_bytes: int = 0) -> list[str]:
 
     `gpu_cache_bytes` of GPU memory, split evenly between the tables, hold the most used rows (`hot_rows`). They are
     copies: `load_state_dict` and in-place updates of the parameter drop them; a write through `.data`, which torch
-    does not record, does not, so call `offload_tables` again after one.
+    does not record, does not, so call `offload_tables` again after one. Another call with as many bytes empties the
+    caches where they lie; with other bytes it replaces them, but one that a CUDA graph was captured with stays, for its
+    replays, until the table goes.
 
     Raises ValueError for a model without an n-gram table, for a weight that is no contiguous plain parameter, for a
-    cache of fewer than zero bytes or too few to hold a set of rows, on a machine without a GPU, and where the CUDA
-    driver refuses to lock so much memory (the message says which limit to raise). The model is then as it was, and so
-    it is where the host has too little memory; where the GPU has too little for the caches, none of its tables has one.
+    cache whose bytes are no whole number, negative, or too few to hold a set of rows, on a machine without a GPU, and
+    where the CUDA driver refuses to lock so much memory (the message says which limit to raise). The model is then as
+    it was, and so it is where the host has too little memory; where the GPU has too little for the caches, none of its
+    tables has one.
     """
-    if gpu_cache_bytes < 0:
-        raise ValueError(f"offload_tables: gpu_cache_bytes is {gpu_cache_bytes}; pass 0 for no cache, or a size")
+    if not isinstance(gpu_cache_bytes, int) or isinstance(gpu_cache_bytes, bool) or gpu_cache_bytes < 0:
+        raise ValueError(
+            f"offload_tables: gpu_cache_bytes is {gpu_cache_bytes!r}; pass 0 for no cache, or a whole number of bytes"
+        )
     tables = find_tables(model)
     if not tables:
         raise ValueError(
@@ -50,7 +56,7 @@ def offload_tables(model: nn.Module, gpu_cache_bytes: int = 0) -> list[str]:
         )
     if not pinning.available():
         raise ValueError("offload_tables: no CUDA device to read the tables; leave them where they are on a CPU")
-    cache_bytes = gpu_cache_bytes // len(tables)
+    cache_bytes = gpu_cache_bytes // len({table.weight for table in tables})
     for table in tables:
         _check_weight(table.name, table.weight)
         if cache_bytes:
@@ -114,28 +120,36 @@ class _Offloaded:
         if table is None or table.device.type != "cpu":
             return
         pinning.page_lock(table)
-        hot_rows.detach(table)
         if self._cache_bytes:
             hot_rows.attach(table, self._cache_bytes, self._cache_device)
+        else:
+            hot_rows.detach(table)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         table = self._parameters["weight"]
         assert table is not None
-        # What `fn` would do to the table, found out on no rows.
-        probe = fn(torch.empty_like(table.detach()[:0]))
-        if probe.is_shared() and not probe.is_cuda and not table.is_shared():
+        no_rows = torch.empty_like(table.detach()[:0])
+        moved = fn(no_rows)
+        if moved.is_shared() and not moved.is_cuda and not table.is_shared():
             raise ValueError("share_memory would move the page-locked table; call it before offload_tables")
-        self._parameters["weight"] = None
+        # What its own class would make of the table, found out on no rows: quantised bytes are not converted.
+        self._parameters["weight"] = nn.Parameter(no_rows, requires_grad=False)
         try:
             super()._apply(fn, recurse)  # type: ignore[misc]
+            probe = cast(Tensor, self._parameters["weight"])
         finally:
             self._parameters["weight"] = table
-        if probe.is_meta:
-            self._parameters["weight"] = nn.Parameter(fn(table.detach()), table.requires_grad)
+        if probe.is_meta != table.is_meta:
+            hot_rows.detach(table)
+            host = torch.empty_like(table, dtype=probe.dtype, device="meta" if probe.is_meta else "cpu")
+            self._parameters["weight"] = nn.Parameter(host, table.requires_grad)
+            self._settle()
         elif probe.dtype != table.dtype:
             converted = table.data.to(probe.dtype)
             hot_rows.detach(table)
+            gradient, table.grad = table.grad, None
             table.data = converted
+            table.grad = None if gradient is None else gradient.to(probe.dtype)
             self._settle()
         return self
 

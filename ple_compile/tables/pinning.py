@@ -2,7 +2,8 @@
 
 `page_lock` registers a tensor's whole storage with the CUDA driver (about 0.1 s per GB; memory that was never touched
 takes its page faults besides); the registration ends when the storage dies. Nothing is copied or moved. Memory shared
-between processes can be page-locked by each of them. All access to the CUDA runtime is in this file.
+between processes can be page-locked by each of them. A storage that has moved to other memory (torch's multiprocessing
+puts what it sends into shared memory) is no longer page-locked. All access to the CUDA runtime is in this file.
 
 One call registers the whole storage wherever that is possible: a copy between host and device that spans two
 registrations is an invalid argument to CUDA. Kernels do not care.
@@ -16,7 +17,8 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,8 +30,20 @@ _CALL_BYTES = 256 * 2**30
 _PAGE_BYTES = 4096
 _PORTABLE = 1  # cudaHostRegisterPortable: valid in every CUDA context of this process
 
-# Address -> bytes of every storage that this module keeps page-locked.
-_LOCKED: dict[int, int] = {}
+
+class _Lock(NamedTuple):
+    nbytes: int
+    storage: weakref.ref[torch.UntypedStorage]
+    release: Callable[[], object]
+
+    def is_at(self, address: int) -> bool:
+        """Whether the storage still has the memory that was page-locked."""
+        storage = self.storage()
+        return storage is not None and storage.data_ptr() == address and storage.nbytes() == self.nbytes
+
+
+# Address -> every page lock of this module.
+_LOCKED: dict[int, _Lock] = {}
 # The same of memory that someone else page-locked and that has a view.
 _VIEWED: dict[int, int] = {}
 
@@ -43,15 +57,20 @@ def current_device() -> torch.device:
 
 
 def is_page_locked(tensor: Tensor) -> bool:
-    return _inside(tensor, _LOCKED) or tensor.is_pinned()
+    """True also for a tensor without bytes, of which nothing is read."""
+    return not tensor.nbytes or _inside(tensor, _locked()) or tensor.is_pinned()
 
 
 def is_host_memory(tensor: Tensor) -> bool:
     """True for host tensors and for CUDA views of host memory."""
-    return tensor.device.type == "cpu" or _inside(tensor, _LOCKED) or _inside(tensor, _VIEWED)
+    return tensor.device.type == "cpu" or _inside(tensor, _locked()) or _inside(tensor, _VIEWED)
 
 
-def _inside(tensor: Tensor, ranges: dict[int, int]) -> bool:
+def _locked() -> dict[int, int]:
+    return {address: lock.nbytes for address, lock in _LOCKED.items() if lock.is_at(address)}
+
+
+def _inside(tensor: Tensor, ranges: Mapping[int, int]) -> bool:
     address = tensor.data_ptr()
     return any(begin <= address < begin + nbytes for begin, nbytes in ranges.items())
 
@@ -65,6 +84,8 @@ def page_lock(tensor: Tensor, name: str = "table") -> Callable[[], object] | Non
     address, total = storage.data_ptr(), storage.nbytes()
     if total == 0 or is_page_locked(tensor):
         return None
+    for moved in [lock for begin, lock in _LOCKED.items() if not lock.is_at(begin)]:
+        moved.release()  # the driver holds those pages, which nobody has any more
     log.info("page-locking %s: %.2f GiB, about %.0f s", name, total / 2**30, _expected_seconds(total))
     started = time.perf_counter()
     locked: list[int] = []
@@ -76,9 +97,9 @@ def page_lock(tensor: Tensor, name: str = "table") -> Callable[[], object] | Non
                 _clear_cuda_error()
                 raise ValueError(_refusal(name, begin - address, total, status))
             locked.append(begin)
-    _LOCKED[address] = total
     finalizer = weakref.finalize(storage, _release, address, locked, os.getpid())
     finalizer.atexit = False  # the driver releases everything when the process ends
+    _LOCKED[address] = _Lock(total, weakref.ref(storage), finalizer)
     log.info("page-locked %s in %.1f s", name, time.perf_counter() - started)
     return finalizer
 
@@ -106,7 +127,7 @@ def cuda_view(tensor: Tensor, device: torch.device | str = "cuda", owning: bool 
     if tensor.numel() == 0:
         return tensor.detach().to(device)
     storage = tensor.untyped_storage()
-    if not _inside(tensor, _LOCKED) and storage.data_ptr() not in _VIEWED:
+    if not _inside(tensor, _locked()) and storage.data_ptr() not in _VIEWED:
         _VIEWED[storage.data_ptr()] = storage.nbytes()
         weakref.finalize(storage, _VIEWED.pop, storage.data_ptr()).atexit = False
     return torch.as_tensor(_HostBytes(tensor, owning), device=device).view(tensor.dtype).view(tensor.shape)

@@ -19,7 +19,7 @@ from ple_compile.ops.lookup import lookup
 from ple_compile.ops.lookup_async import lookup_start, lookup_wait
 from ple_compile.passes.prefetch_lookup import prefetch_lookup
 from ple_compile.report import GraphReport
-from ple_compile.tables import pinning
+from ple_compile.tables import hot_rows, pinning
 from tests.fake_driver import driver, views  # noqa: F401
 from tests.graphs import Traced, assert_expected, passes_backend
 from tests.host_stack import Stack
@@ -219,6 +219,7 @@ def test_an_untouched_table_is_left_alone_with_one_warning(driver, caplog, monke
     assert run(model, length=7) == "mm mm mm mm mm mm mm mm mm"
     (warning,) = [record.getMessage() for record in caplog.records if "pageable" in record.getMessage()]
     assert "ple_compile.offload_tables(model)" in warning and "offload=True" in warning
+    assert "the table layers.2.ngrams.table.weight (" in warning
     assert not driver.locked
 
 
@@ -227,6 +228,20 @@ def test_offload_in_the_configuration_page_locks_what_it_meets(driver, views):  
     assert run(model, offload=True) == "mm mm start mm mm wait mm mm mm mm mm"
     weight = model.layers[2].ngrams.table.weight
     assert driver.covers(weight) and set(views) == {weight.data_ptr()}
+
+
+def test_offload_in_the_configuration_page_locks_what_the_same_code_meets_later(driver, no_codegen):  # noqa: F811
+    """A second model runs the code that was compiled for the first; and a table may be replaced."""
+    models = [Stack(2), Stack(2)]
+    models[1].layers[2].ngrams.table.weight.mul_(2)
+    for model in models:
+        compiled = torch.compile(model, backend="ple", fullgraph=True, options={"offload": True})
+        for _ in range(2):
+            weight = model.layers[2].ngrams.table.weight
+            weight.data = weight.data + 1
+            with torch.no_grad():
+                torch.testing.assert_close(compiled(*model.inputs()), model(*model.inputs()), rtol=1e-5, atol=1e-5)
+            assert driver.covers(weight)
 
 
 def test_a_page_lock_that_is_refused_while_compiling(driver):  # noqa: F811
@@ -271,6 +286,32 @@ def test_a_table_that_is_replaced_is_honoured_or_refused():
             compiled(hidden, tokens)
         offload_tables(model)
         torch.testing.assert_close(compiled(hidden, tokens), model(hidden, tokens), rtol=1e-5, atol=1e-5)
+
+
+def test_hot_rows_of_an_earlier_table_go_before_compiled_code_runs():
+    """Inductor's CUDA graphs replay the lookup without asking the cache whether it is current."""
+    model = Stack(2)
+    offload_tables(model, gpu_cache_bytes=2**16)
+    table, ids, calls = model.layers[2].ngrams.table.weight, torch.arange(1000), []
+    cache = hot_rows.cache_of(table, torch.device("cpu"))
+
+    def backend(gm, example_inputs):
+        found = host_tables.take_over(gm, list(example_inputs), Config())
+
+        def replay(*args):
+            host_tables.views(found, args)
+            calls.append(int(cache.holds(ids).sum()))
+            return [args[0]]
+
+        return replay
+
+    compiled = torch.compile(model, backend=backend, fullgraph=True)
+    with torch.no_grad():
+        cache.prepared(torch.empty(1000, 24), table, ids).fetch()
+        compiled(*model.inputs())
+        table.add_(1)
+        compiled(*model.inputs())
+    assert calls[0] > 0 and calls[1] == 0
 
 
 def test_compiled_code_does_not_keep_a_table_alive(driver):  # noqa: F811
@@ -318,6 +359,18 @@ def test_a_write_after_the_lookup_is_no_obstacle():
     (start,) = graph.find_nodes(op="call_function", target=lookup_start)
     (write,) = graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)
     assert start < write
+
+
+def test_rows_that_nothing_needs_any_more():
+    """An earlier pass leaves what it has replaced in the graph."""
+
+    def function(table, hidden, ids):
+        lookup(table, ids) * 2
+        return hidden @ hidden
+
+    graph = trace(function, torch.randn(50, 4), torch.randn(3, 3), torch.arange(6))
+    assert prefetch_lookup(graph, GraphReport(), prefetch_distance=1) == 1
+    graph.lint()
 
 
 def test_left_alone_when_the_table_is_written_to_before_the_rows_are_used():
@@ -404,6 +457,19 @@ def traced(model, *args, **config):
         expected = model(*args)
     assert not [reason for name, reason in found.declines() if name == "prefetch_lookup"]
     return found, actual, expected
+
+
+@pytest.mark.parametrize(
+    ("distance", "order"), [(1, "start start wait start wait wait"), (2, "start start start wait wait wait")]
+)
+def test_lookups_where_other_lookups_are(distance, order):
+    """Layer 0 begins with its lookup, where the one of layer 1 starts."""
+    model = offloaded(0, 1, 2, num_layers=3)
+    found, actual, expected = traced(model, *model.inputs(), prefetch_distance=distance)
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+    assert found.counts()["prefetch_lookup"] == 3
+    halves = re.findall(r"ple.lookup_(start|wait)", outline(found.graphs[0].graph))
+    assert " ".join(halves) == order
 
 
 @recorded

@@ -218,5 +218,5 @@ def test_a_lookup_that_fails_midway_leaves_an_empty_cache_that_works(table, kern
 
 
 def test_too_small_a_cache_is_refused(table):
-    with pytest.raises(ValueError, match=f"gpu_cache_bytes: 100 bytes make 0 sets.*at least {SET_BYTES} bytes"):
+    with pytest.raises(ValueError, match=f"gpu_cache_bytes: 100 bytes make 0 sets.*pass {SET_BYTES} to"):
         HotRows(table, 100, "cpu")

@@ -7,10 +7,12 @@ import pickle
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from ple_compile.ops import lookup
 from ple_compile.tables import hot_rows, pinning
 from ple_compile.tables.find import find_tables
+from ple_compile.tables.formats import FORMATS
 from ple_compile.tables.offload import is_offloaded, offload_tables
 from tests.faults import fail_at, out_of_memory
 
@@ -96,12 +98,36 @@ def test_moving_to_the_meta_device_lets_go_of_the_memory(driver):
     assert model.table.weight.is_meta and model.block["out"].weight.is_meta and not driver.locked
 
 
+def test_memory_again_after_the_meta_device(driver):
+    """`to_empty` gives the table host memory, whatever device the rest moves to."""
+    model, other = Model(), Model()
+    offload_tables(model, gpu_cache_bytes=2560)
+    model.to("meta")
+    assert not hot_rows.caches()
+    model.to_empty(device="cpu")
+    model.load_state_dict(other.state_dict())
+    assert torch.equal(model.table.weight, other.table.weight)
+    assert driver.covers(model.table.weight) and len(hot_rows.caches()) == 1
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_changing_the_type_leaves_the_bytes_of_a_quantised_table(driver, format, dtype):
+    model = Model(embedding=lambda rows, width: FORMATS[format](rows, 2 * width, dtype=torch.float32))
+    offload_tables(model)
+    table, kind, address = model.table, model.table.weight.dtype, model.table.weight.data_ptr()
+    model.to(dtype)
+    assert table.weight.dtype == kind and table.weight.data_ptr() == address and table.activation_dtype == dtype
+
+
 def test_changing_the_type_converts_and_locks_again(driver):
     model = Model()
     offload_tables(model)
     expected = model.table.weight.detach().bfloat16()
     parameter = model.table.weight
+    parameter.grad = torch.ones_like(parameter)
     model.to(torch.bfloat16)
+    assert parameter.grad.dtype == torch.bfloat16
     gc.collect()
     assert model.table.weight is parameter and torch.equal(parameter, expected)
     assert driver.covers(parameter) and len(driver.locked) == 1
@@ -201,6 +227,56 @@ def test_a_cache_follows_the_table(driver):
     assert len(hot_rows._CACHES) == 0
 
 
+def test_offloading_again_empties_the_cache_where_it_lies(driver):
+    """Graphs that were captured with it read it at every replay."""
+    model = Model()
+    offload_tables(model, gpu_cache_bytes=2560)
+    cache = warm(model)
+    words, rows = cache.words.data_ptr(), cache.rows.data_ptr()
+    model.table.weight.data[3] = 7
+    offload_tables(model, gpu_cache_bytes=2560)
+    assert cache_of(model) is cache and not cache.holds(torch.arange(64)).any()
+    assert (cache.words.data_ptr(), cache.rows.data_ptr()) == (words, rows)
+
+
+@pytest.mark.parametrize("nbytes", [0, 5120])
+def test_a_replaced_cache_stays_for_the_graphs_captured_with_it(driver, nbytes):
+    model, ids = Model(), torch.arange(64)
+    offload_tables(model, gpu_cache_bytes=2560)
+    cache = warm(model)
+    cache._captured = True
+    offload_tables(model, gpu_cache_bytes=nbytes)
+    assert cache_of(model) is not cache and cache in hot_rows.caches() and not cache.holds(ids).any()
+    cache.prepared(torch.empty(64, 8), model.table.weight, ids).fetch()  # as a replay does
+    assert cache.holds(ids).any()
+    with torch.no_grad():
+        model.table.weight.add_(1)
+    hot_rows.drop_outdated(model.table.weight)
+    assert not cache.holds(ids).any()
+    del model
+    gc.collect()
+    assert not hot_rows.caches() and not hot_rows._RETIRED
+
+
+def test_tables_that_are_parts_of_one_tensor_have_a_cache_each(driver):
+    both, model = torch.randn(128, 8), nn.ModuleList([NGrams(), NGrams()])
+    model[0].rows.weight, model[1].rows.weight = nn.Parameter(both[:64]), nn.Parameter(both[64:])
+    offload_tables(model, gpu_cache_bytes=6400)
+    first, second = (hot_rows.cache_of(part.rows.weight, torch.device("cpu")) for part in model)
+    assert first is not second and {first, second} == set(hot_rows.caches()) and len(driver.locked) == 1
+    # The storage of a CUDA view begins with the table.
+    view = torch.frombuffer(both[64:].numpy().data, dtype=torch.float32).view(64, 8)
+    assert hot_rows.cache_of(view, torch.device("cpu")) is second
+
+
+def test_a_tied_table_has_the_whole_cache_memory(driver):
+    model = nn.ModuleList([NGrams(), NGrams()])
+    model[1].rows.weight = model[0].rows.weight
+    offload_tables(model, gpu_cache_bytes=6400)
+    (cache,) = hot_rows.caches()
+    assert cache.num_sets == 20
+
+
 def test_two_tables_share_the_cache_memory(driver):
     model = nn.ModuleList([NGrams(), NGrams()])
     offload_tables(model, gpu_cache_bytes=6400)
@@ -209,8 +285,11 @@ def test_two_tables_share_the_cache_memory(driver):
 
 
 def test_refusals(driver, monkeypatch):
-    with pytest.raises(ValueError, match="gpu_cache_bytes is -1"):
-        offload_tables(Model(), gpu_cache_bytes=-1)
+    for size in (-1, 6400.0, float("nan"), float("inf"), "2GB", None, True):
+        with pytest.raises(ValueError, match=f"gpu_cache_bytes is {size!r}; .* whole number"):
+            offload_tables(Model(), gpu_cache_bytes=size)
+    with pytest.raises(ValueError, match=f"{2**45} bytes make .* pass 320 to 85899345600 bytes"):
+        offload_tables(Model(), gpu_cache_bytes=2**45)
     with pytest.raises(ValueError, match="100 bytes make 0 sets"):
         offload_tables(Model(), gpu_cache_bytes=100)
     with pytest.raises(ValueError, match="Linear has no n-gram table"):
@@ -218,6 +297,10 @@ def test_refusals(driver, monkeypatch):
     model = Model()
     model.table.weight = nn.Parameter(torch.randn(8, 64).T)
     with pytest.raises(ValueError, match="contiguous"):
+        offload_tables(model)
+    model = Model()
+    parametrize.register_parametrization(model.table, "weight", nn.Identity())
+    with pytest.raises(ValueError, match=f"{NAME} is no parameter of its ParametrizedEmbedding; .*parametrization"):
         offload_tables(model)
     model = Model()
     driver.refuse_after = 0

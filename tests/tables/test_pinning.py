@@ -1,11 +1,15 @@
 """Page-locking: all of the storage, once, until it dies; refusals leave nothing behind."""
 
+import ctypes
 import gc
+import io
 import resource
 import time
+from multiprocessing.reduction import ForkingPickler
 
 import pytest
 import torch
+import torch.multiprocessing  # registers how tensors are sent
 
 from ple_compile.tables import pinning
 
@@ -36,6 +40,31 @@ def test_swapping_data_releases_the_old_memory(driver):
     parameter.data = torch.randn(100)
     gc.collect()
     assert not driver.locked and not pinning.is_page_locked(parameter)
+
+
+def sent(tensor):
+    ForkingPickler(io.BytesIO()).dump(tensor)  # as a queue, or the arguments of a process
+
+
+@pytest.mark.parametrize("move", [sent, lambda t: t.share_memory_(), lambda t: t.untyped_storage().resize_(0)])
+def test_a_storage_that_moved_is_not_page_locked(driver, move):
+    """The same storage object then has other memory, and the old addresses may soon be someone else's."""
+    tensor = torch.randn(100)
+    pinning.page_lock(tensor)
+    (old,) = driver.locked
+    alias = torch.frombuffer((ctypes.c_char * 400).from_address(old), dtype=torch.float32)
+    assert pinning.is_page_locked(alias)
+    move(tensor)
+    assert not pinning.is_page_locked(tensor) and not pinning.is_page_locked(alias)
+    other = torch.randn(100)
+    pinning.page_lock(other)
+    assert list(driver.locked) == [other.data_ptr()] == list(pinning._LOCKED)
+    if tensor.untyped_storage().nbytes():
+        pinning.page_lock(tensor)
+        assert driver.covers(tensor) and pinning.is_page_locked(tensor)
+    del tensor
+    gc.collect()
+    assert list(driver.locked) == [other.data_ptr()] == list(pinning._LOCKED)
 
 
 def test_one_call_for_one_table(driver):
@@ -74,8 +103,9 @@ def test_a_refusal_says_what_to_raise_and_undoes_what_was_done(driver, monkeypat
 
 
 def test_an_empty_tensor_needs_no_lock(driver):
-    pinning.page_lock(torch.empty(0, 8))
-    assert not driver.locked
+    empty = torch.empty(0, 8)
+    pinning.page_lock(empty)
+    assert not driver.locked and pinning.is_page_locked(empty)
 
 
 def test_no_view_of_pageable_memory():
