@@ -161,9 +161,10 @@ def _start_before(graph: Graph, node: Node, distance: int | str, hoisted: set[No
     inside = [n for n in _before(node) if n not in hoisted and numbered_layer(n) == (container, number)]
     if not inside:
         return earliest, f"starts first in its graph, which has no {container}.{number}"
-    # What reads the layer before begins the layer; constants may stand anywhere.
+    # A lookup of its own, or what reads the layer before, begins the layer; constants may stand anywhere.
     entering = [n for n in inside if any(numbered_layer(i) == (container, number - 1) for i in tensor_inputs(n))]
-    return (entering or inside)[0], f"starts with {container}.{number}"
+    lookups = [n for n in inside if n.target is lookup] if entering else []
+    return min([*lookups[:1], *entering[:1]] or inside), f"starts with {container}.{number}"
 
 
 def _before(node: Node) -> list[Node]:

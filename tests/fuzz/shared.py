@@ -60,7 +60,7 @@ class Run:
             self.case.call,
             backend=backend,
             # What no pass takes rounds as in eager too.
-            options={**options, "emulate_precision_casts": True} if self.through_inductor else None,
+            options={**options, "inductor": {"emulate_precision_casts": True}} if self.through_inductor else None,
             dynamic=self.case.shapes == "dynamic",
         )
         self.has_run = False

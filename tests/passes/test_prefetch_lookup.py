@@ -99,7 +99,7 @@ def test_a_table_in_the_first_layer_starts_first_and_is_waited_for_at_its_use():
 
 def test_two_tables_in_one_graph():
     calls = run(offloaded(1, 2))
-    assert calls == "start mm mm wait mm start mm mm wait mm mm mm mm mm"
+    assert calls == "start mm mm start wait mm mm mm wait mm mm mm mm mm"
 
 
 def test_without_the_pass_the_lookup_stays_one_call():
