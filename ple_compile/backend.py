@@ -41,11 +41,11 @@ def compile_graph(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], confi
     scales = GraphScales(gm, example_inputs, names)
     scales.check(example_inputs)
     check_graph_hashes(names, example_inputs)
-    fuse = FusePass(config, training, users, names, example_inputs)
     graph_break = upstream.graph_break(gm)
     inputs = list(example_inputs)
     # Before the record is looked for: whether a table is page-locked decides what the graph is.
-    tables = host_tables.take_over(gm, inputs, config)
+    tables, left_on_host = host_tables.take_over(gm, inputs, config)
+    fuse = FusePass(config, training, users, names, example_inputs, left_on_host)
     record = records.find(gm, inputs, f"{fuse.uuid()} {upstream.inductor_settings(patches)}")
     fuse.nonce = record.nonce
     patches[name] = fuse

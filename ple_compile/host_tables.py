@@ -24,9 +24,11 @@ from torch.fx import Graph, GraphModule, Node
 
 from ple_compile import upstream
 from ple_compile.config import Config
+from ple_compile.matching.graph import layer_of, source_line
 from ple_compile.ops.checked_ids import checked_ids
 from ple_compile.ops.lookup import lookup
 from ple_compile.ops.sharded_lookup import sharded_lookup
+from ple_compile.report import DECLINED, Event
 from ple_compile.tables import hot_rows, pinning
 
 log = logging.getLogger("ple_compile")
@@ -66,25 +68,30 @@ class HostTable:
         return self.view
 
 
-def take_over(gm: GraphModule, example_inputs: list[Any], config: Config) -> list[HostTable]:
-    """Rewrite every lookup in a page-locked host table; replaces its example input, and returns which inputs those are.
+def take_over(gm: GraphModule, example_inputs: list[Any], config: Config) -> tuple[list[HostTable], list[Event]]:
+    """Rewrite every lookup in a page-locked host table, and replace its example input.
 
-    A table in pageable memory is page-locked when `config.offload` is set, else left to the CPU with one warning.
+    A table in pageable memory is page-locked when `config.offload` is set, else left to the CPU. Returns which inputs
+    were replaced, and an event for each table that was left, which is also logged, as a warning, once.
     """
     placeholders = gm.graph.find_nodes(op="placeholder")
     found_or_reason = {
         i: _host_lookups(node, table) for i, (node, table) in enumerate(zip(placeholders, example_inputs))
     }
     looked_up = {i: found for i, found in found_or_reason.items() if found and not isinstance(found, str)}
-    candidates = _among_themselves(looked_up)
+    possible = _among_themselves(looked_up)
     with pinning.all_or_none() as page_lock:
         lock = page_lock if config.offload else None
-        page_locked = {i for i in candidates if _page_locked(placeholders[i], example_inputs[i], lock)}
-    candidates = _among_themselves({i: candidates[i] for i in page_locked})
+        page_locked = {i for i in possible if _page_locked(placeholders[i], example_inputs[i], lock)}
+    candidates = _among_themselves({i: possible[i] for i in page_locked})
+    left = []
     for index, lookups_or_reason in found_or_reason.items():
-        if lookups_or_reason and index not in candidates and pinning.is_page_locked(example_inputs[index]):
+        if lookups_or_reason and index not in candidates:
             reason = lookups_or_reason if isinstance(lookups_or_reason, str) else _ROWS_STAY
-            _warn_of_a_locked_table(_name(placeholders[index]), reason)
+            if pinning.is_page_locked(example_inputs[index]):
+                left.append(_left_locked(placeholders[index], reason))
+            elif index in possible:
+                left.append(_left_pageable(placeholders[index], example_inputs[index]))
     rows = _rows(candidates)
     _compute_on_device(_host_part(rows, rows))
     found = []
@@ -97,7 +104,7 @@ def take_over(gm: GraphModule, example_inputs: list[Any], config: Config) -> lis
     if found:
         # No dead-code elimination: this graph still writes in place, and nobody reads what such a call returns.
         gm.recompile()
-    return found
+    return found, left
 
 
 def views(tables: Sequence[HostTable], args: tuple) -> tuple:
@@ -297,21 +304,33 @@ def _page_locked(node: Any, table: Tensor, lock: Callable[[Tensor, str], None] |
     if lock is not None:
         lock(table, _name(node))
         return True
-    if _first_word_about(_name(node)):
-        log.warning(
-            "the table %s (%.1f GiB) lies in pageable host memory and is looked up on the CPU, which stops the GPU in "
-            "every forward; call ple_compile.offload_tables(model) first, or compile with offload=True",
-            _name(node),
-            table.nbytes / 2**30,
-        )
     return False
 
 
-def _warn_of_a_locked_table(name: str, reason: str) -> None:
+def _left_locked(node: Node, reason: str) -> Event:
+    name = _name(node)
     if _first_word_about(name):
         log.warning(
             "the page-locked table %s is looked up on the CPU, which stops the GPU in every forward: %s", name, reason
         )
+    return _left(node, f"the page-locked table {name} is looked up on the CPU: {reason}")
+
+
+def _left_pageable(node: Node, table: Tensor) -> Event:
+    name = _name(node)
+    if _first_word_about(name):
+        log.warning(
+            "the table %s (%.1f GiB) lies in pageable host memory and is looked up on the CPU, which stops the GPU in "
+            "every forward; call ple_compile.offload_tables(model) first, or compile with offload=True",
+            name,
+            table.nbytes / 2**30,
+        )
+    return _left(node, f"the table {name} lies in pageable host memory; call ple_compile.offload_tables(model) first")
+
+
+def _left(table: Node, reason: str) -> Event:
+    reader = next(iter(table.users))
+    return Event("offload_tables", DECLINED, layer_of(reader), reason, table.name, source_line(reader))
 
 
 def _first_word_about(name: str) -> bool:

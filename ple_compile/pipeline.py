@@ -24,7 +24,7 @@ from ple_compile.passes.merge_gate_conv import merge_gate_conv
 from ple_compile.passes.merge_kv_proj import merge_kv_proj
 from ple_compile.passes.prefetch_lookup import prefetch_lookup
 from ple_compile.recorder import Recorder
-from ple_compile.report import GraphReport
+from ple_compile.report import Event, GraphReport
 from ple_compile.table_reads import find_reads, lowered
 
 log = logging.getLogger("ple_compile")
@@ -72,12 +72,15 @@ class FusePass(upstream.CustomGraphPass):
         before: list[Callable],
         input_names: Sequence[str] = (),
         inputs: Sequence[Any] = (),
+        left_on_host: Sequence[Event] = (),
     ):
+        """left_on_host: an event for each host table whose lookups stay on the CPU."""
         self.config = config
         self.settings = {"training": training}
         self.before = before
         self.input_names, self.inputs = input_names, inputs
-        self.report = GraphReport()
+        self.report = GraphReport(events=list(left_on_host))
+        self.left_on_host = [(event.layer, event.reason) for event in left_on_host]
         self.nonce = ""
         self.ran = False
 
@@ -86,7 +89,7 @@ class FusePass(upstream.CustomGraphPass):
         others = [p.uuid() if isinstance(p, upstream.CustomGraphPass) else None for p in self.before]
         if None in others:
             return None
-        return f"{source_hash()} {self.config} {self.settings} {others} {self.nonce}"
+        return f"{source_hash()} {self.config} {self.settings} {self.left_on_host} {others} {self.nonce}"
 
     def __call__(self, graph: Graph) -> None:
         for function in self.before:

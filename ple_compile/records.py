@@ -86,11 +86,12 @@ def _keep(record: Record, report: GraphReport) -> None:
 def publish(report: GraphReport) -> None:
     """Count a compiled graph's rewrites where PyTorch's own passes count theirs, and log what did not happen.
 
-    Each pass that declined is a warning once, with the first place and reason; the others are INFO.
+    Each pass that declined is a warning once, with the first place and reason; the others are INFO. Tables that were
+    left on the host are logged where that is found out.
     """
     for name, count in report.counts().items():
         upstream.counters["ple_compile"][name] += count
-    for event in report.declines():
+    for event in (e for e in report.declines() if e.pass_name != "offload_tables"):
         first = event.pass_name not in _warned
         _warned.add(event.pass_name)
         more = "; ple_compile.explain(model, ...) lists every place" if first else ""

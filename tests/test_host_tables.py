@@ -54,7 +54,7 @@ def taken(function: Callable, *arguments: Tensor) -> tuple[int, list[str], list]
         torch.compile(function, backend=backend, fullgraph=True)(*arguments)
     (gm,) = graphs
     inputs = [node.meta["example_value"] for node in gm.graph.find_nodes(op="placeholder")]
-    tables = host_tables.take_over(gm, inputs, Config())
+    tables, _ = host_tables.take_over(gm, inputs, Config())
     placed = Placed(gm)
     placed.on_host = []
     with inputs[0].fake_mode, torch.no_grad():

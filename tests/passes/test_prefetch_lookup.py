@@ -12,6 +12,7 @@ import transformers
 from torch._inductor.utils import fresh_cache, run_and_get_code
 from torch.fx.experimental.proxy_tensor import make_fx
 
+import ple_compile
 from examples.reference.config import tiny
 from examples.reference.model import TextModel
 from ple_compile import Config, host_tables, offload_tables, reset_stats, stats, whole_graph
@@ -223,6 +224,21 @@ def test_an_untouched_table_is_left_alone_with_one_warning(driver, caplog, monke
     assert not driver.locked
 
 
+@torch.no_grad()
+def test_a_table_that_is_left_on_the_host_is_reported_and_raised(driver, no_codegen):  # noqa: F811
+    """Whatever the reason; with graphs that PyTorch's cache may hold from when the table was not left."""
+    model, taken = Stack(2), Stack(2)
+    offload_tables(taken)
+    compiled = {name: torch.compile(m, backend="ple") for name, m in (("left", model), ("taken", taken))}
+    reports = {name: ple_compile.explain(call, *model.inputs()) for name, call in compiled.items()}
+    reasons = [e.reason for _, e in reports["left"].events() if e.pass_name == "offload_tables"]
+    assert len(reasons) == 1 and "layers.2.ngrams.table.weight" in reasons[0] and "pageable" in reasons[0]
+    assert reasons[0] in str(reports["left"]) and "offload_tables" not in str(reports["taken"])
+    strict = torch.compile(model, backend="ple", options={"strict": True})
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="pageable host memory"):
+        strict(*model.inputs())
+
+
 def test_offload_in_the_configuration_page_locks_what_it_meets(driver, views):  # noqa: F811
     model = Stack(2)
     assert run(model, offload=True) == "mm mm start mm mm wait mm mm mm mm mm"
@@ -296,7 +312,7 @@ def test_hot_rows_of_an_earlier_table_go_before_compiled_code_runs():
     cache = hot_rows.cache_of(table, torch.device("cpu"))
 
     def backend(gm, example_inputs):
-        found = host_tables.take_over(gm, list(example_inputs), Config())
+        found, _ = host_tables.take_over(gm, list(example_inputs), Config())
 
         def replay(*args):
             host_tables.views(found, args)
@@ -415,7 +431,7 @@ def test_a_table_that_the_forward_writes_to_or_that_trains_is_not_taken_over(spo
     graphs = []
 
     def backend(gm, example_inputs):
-        graphs.append(host_tables.take_over(gm, list(example_inputs), Config()))
+        graphs.append(host_tables.take_over(gm, list(example_inputs), Config())[0])
         return gm.forward
 
     torch.compile(model, backend=backend)(*model.inputs())
@@ -447,7 +463,7 @@ def traced(model, *args, **config):
 
     def backend(gm, example_inputs):
         replaced = list(example_inputs)
-        tables = host_tables.take_over(gm, replaced, settings)
+        tables, _ = host_tables.take_over(gm, replaced, settings)
         compiled = passes_backend(found, settings)(gm, replaced)
         return lambda *args: compiled(*host_tables.views(tables, args))
 
