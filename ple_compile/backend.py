@@ -49,8 +49,9 @@ def compile_graph(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], confi
     record = records.find(gm, inputs, f"{fuse.uuid()} {upstream.inductor_settings(patches)}")
     fuse.nonce = record.nonce
     patches[name] = fuse
+    hits = upstream.cache_hits()
     compiled: Any = upstream.compile_fx(gm, inputs, config_patches=patches)
-    report = records.resolve(record, fuse)
+    report = records.resolve(record, fuse, upstream.cache_hits() > hits)
     report.graph_break = graph_break
     records.publish(report)
     reads, prefetched = ReadCounter(report.reads, report.symbols), report.counts().get("prefetch_lookup", 0)

@@ -60,10 +60,14 @@ def find(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], salt: str) -> 
         return Record(file, secrets.token_hex(8), None)
 
 
-def resolve(record: Record, fuse: FusePass) -> GraphReport:
-    """The report of a compilation: from the passes if they ran, else from the record that their last run left."""
+def resolve(record: Record, fuse: FusePass, from_cache: bool) -> GraphReport:
+    """The report of a compilation: from the passes if they ran, else from the record that their last run left.
+
+    Neither where Inductor has left our passes out, as its bisector does to find out whether they matter.
+    """
     if fuse.ran:
         _keep(record, fuse.report)
+    if fuse.ran or not from_cache:
         return fuse.report
     report = record.report or fuse.report
     done = ", ".join(f"{name} {count}" for name, count in report.counts().items())

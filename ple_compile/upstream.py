@@ -37,6 +37,7 @@ __all__ = [
     "FakeTensor",
     "GraphTransformObserver",
     "cache_dir",
+    "cache_hits",
     "compile_fx",
     "control_deps",
     "counters",
@@ -77,6 +78,11 @@ __all__ = [
 def no_dispatch_modes() -> Any:
     """Context in which ops run on real tensors although fake, proxy or functional modes are active outside."""
     return _disable_current_modes()
+
+
+def cache_hits() -> int:
+    """How many graphs this process has taken from PyTorch's compile caches."""
+    return counters["inductor"]["fxgraph_cache_hit"] + counters["aot_autograd"]["autograd_cache_hit"]
 
 
 _LIMITS = ("recompile_limit", "accumulated_recompile_limit")

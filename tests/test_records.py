@@ -5,11 +5,14 @@ import logging
 import pathlib
 
 import pytest
+import torch
 
+import ple_compile
 from ple_compile import Config, records
 from ple_compile.pipeline import FusePass
 from ple_compile.report import MATCHED, Event, GraphReport
 from ple_compile.table_reads import Exchange, TableRead
+from tests.ple_cases import Case
 
 
 @pytest.mark.parametrize("fault", ["mkdir", "replace"])
@@ -34,8 +37,22 @@ def test_a_log_without_graphs_says_where_they_are(tmp_path: pathlib.Path, caplog
     report = GraphReport([Event("fuse_gate", MATCHED, "layers.1.ple", node="mul")], 1)
     record = records.Record(tmp_path / "graph.json", "1", report)
     with caplog.at_level(logging.INFO, "ple_compile"):
-        assert records.resolve(record, FusePass(Config(), False, [])) is report
+        assert records.resolve(record, FusePass(Config(), False, []), from_cache=True) is report
     assert "no pass ran; those of its compilation rewrote: fuse_gate 1. TORCHINDUCTOR_FORCE" in caplog.text
+
+
+@torch.no_grad()
+def test_passes_that_inductor_left_out_are_not_reported(no_codegen: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As its bisector has it do, though an earlier compilation of the same graph has left a record."""
+    case = Case()
+    layer, events = case.layer(), []
+    for skipped in (False, True):
+        torch._dynamo.reset()
+        if skipped:
+            monkeypatch.setattr(FusePass, "__call__", lambda self, graph: None)
+        compiled = torch.compile(case.call, backend="ple")
+        events.append(ple_compile.explain(compiled, layer, *case.inputs(), None).events())
+    assert events[0] and not events[1]
 
 
 def test_a_report_survives_the_record() -> None:

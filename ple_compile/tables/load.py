@@ -56,7 +56,8 @@ def load_tables(
     another shape, for a scale that is absent or not a positive number, and for a table that would change its format in
     an embedding that does more than look rows up; with `mesh` every rank raises when one does.
     The model then has the tables that it had, with their values: nothing is written before all of this is checked. Only
-    a file that cannot be read to its end leaves memory that was there before filled in part.
+    a file that cannot be read to its end, and a number beyond the range of the model's type, which is a ValueError too,
+    leave memory that was there before filled in part.
     """
     group = _ranks(mesh)
     with succeeding_together(group, "load_tables"):
@@ -238,6 +239,7 @@ def fill(target: Tensor, parts: list[StoredTensor], rows: tuple[int, int], progr
         else:
             staging = torch.empty((stop - start, *part.shape[1:]), dtype=part.dtype)
             read_rows(part, start, stop, staging)
+            _check_range(part, start, staging, into.dtype)
             into.copy_(staging)
         return (stop - start) * part.row_bytes
 
@@ -247,6 +249,20 @@ def fill(target: Tensor, parts: list[StoredTensor], rows: tuple[int, int], progr
             if progress is not None:
                 progress.advance(num_bytes)
     target[:0].zero_()  # numpy's write went unseen: raise the tensor's version, which copies of rows go by
+
+
+def _check_range(part: StoredTensor, first_row: int, rows: Tensor, dtype: torch.dtype) -> None:
+    """Raise ValueError for a number that `dtype` would make infinite."""
+    floating = dtype.is_floating_point and part.dtype.is_floating_point
+    if not floating or torch.finfo(dtype).max >= torch.finfo(part.dtype).max:
+        return
+    lost = rows.to(dtype).isinf() & rows.isfinite()
+    if lost.any():
+        row = int(lost.flatten(1).any(1).int().argmax())
+        value = float(rows[row][lost[row]][0])
+        raise ValueError(
+            f"{part} holds {value} in row {first_row + row}, which {dtype} cannot hold; load the model in another type"
+        )
 
 
 def _pieces(parts: list[StoredTensor], rows: tuple[int, int]) -> Iterator[tuple[StoredTensor, int, int, int]]:

@@ -90,6 +90,20 @@ def test_converts_to_the_models_type(tmp_path, dtype):
     assert torch.equal(model.table.weight, table_rows(0, ROWS, WIDTH, dtype))
 
 
+@pytest.mark.parametrize("value", [1e5, -65520.0])
+def test_a_number_beyond_the_range_of_the_models_type(tmp_path, value):
+    """bf16 holds it, fp16 does not; infinity in the file stays what it is."""
+    (file,) = write_checkpoint(tmp_path, ROWS, WIDTH, num_parts=1, base=BASE)
+    ((name, table),) = load_file(file).items()
+    table[5, 0], table[77, 3] = float("inf"), value
+    rewrite(file, **{name: table})
+    with pytest.raises(ValueError, match=rf"{name} in .* holds {table[77, 3].item()} in row 77, which torch.float16"):
+        load_tables(Model(dtype=torch.float16), tmp_path)
+    model = Model()
+    load_tables(model, tmp_path)
+    assert torch.equal(model.table.weight, table)
+
+
 def test_each_row_is_read_once_and_in_blocks(tmp_path, monkeypatch):
     read, read_rows = [], load_module.read_rows
     monkeypatch.setattr(load_module, "_BLOCK_BYTES", 7 * WIDTH * 2)
