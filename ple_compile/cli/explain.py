@@ -67,9 +67,9 @@ def run(options: argparse.Namespace) -> int:
         ple_compile.compile(model, **settings)
     with users_code():
         report = ple_compile.explain(model, *args, **kwargs)
-    print(json.dumps(report.to_dict(), indent=1) if options.json else report)
-    if options.save is not None:
+    if options.save is not None:  # first: whoever reads stdout may stop in the middle
         report.save(options.save)
         print(f"saved {options.save}", file=sys.stderr)
+    print(json.dumps(report.to_dict(), indent=1) if options.json else report)
     fused = sum(graph.ple_layers for _, graph in report.graphs)
     return 0 if fused and not report.unfused() else 1
