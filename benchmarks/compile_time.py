@@ -32,20 +32,28 @@ from ple_compile.measuring.timing import environment, markdown
 LAYERS, TOKENS = 48, 64
 
 
-def build(ple_layers: int, device: str) -> Qwen4ExpForCausalLM:
+def config_of(num_ple_layers: int) -> Qwen4ExpTextConfig:
+    """PLE in the first layers that may have it: those with linear attention, three of four."""
     rope = {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.25, "mrope_section": [2, 1, 1]}
-    config = Qwen4ExpTextConfig(
+    linear = [number for number in range(1, LAYERS + 1) if number % 4]
+    if not 1 <= num_ple_layers <= len(linear):
+        raise SystemExit(f"--ple-layers {num_ple_layers}: 1 to {len(linear)} of {LAYERS} layers can have PLE")
+    return Qwen4ExpTextConfig(
         **TINY,
         num_hidden_layers=LAYERS,
-        ple_layer_ids=list(range(2, 2 + ple_layers)),
+        ple_layer_ids=linear[:num_ple_layers],
         indexer_kv_heads=1,
         hc_count=4,
         eos_token_id=3,
         rope_parameters=rope,
     )
+
+
+def build(num_ple_layers: int, device: str) -> Qwen4ExpForCausalLM:
     torch.manual_seed(0)
     with torch.device(device):
-        return Qwen4ExpForCausalLM(config).eval().to(torch.bfloat16 if device == "cuda" else torch.float32)
+        model = Qwen4ExpForCausalLM(config_of(num_ple_layers)).eval()
+    return model.to(torch.bfloat16 if device == "cuda" else torch.float32)
 
 
 class PassesDone(Exception):
