@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import pathlib
-import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,9 +17,6 @@ from ple_compile.layers import find_ple_layers
 from ple_compile.records import Execution
 from ple_compile.report import DECLINED, MATCHED, Event, GraphReport
 from ple_compile.savings import Savings, savings
-
-# What Dynamo calls a module that a region's function is called with: L['args'][0], or L['self'].
-_LOCAL = re.compile(r"^L\['\w+'\](?:\[\w+\])*\.?")
 
 
 @dataclass(frozen=True)
@@ -206,7 +202,8 @@ def _layer(layers: list[str], region: str, module: str) -> str:
 
 def _path(region: str, module: str) -> str:
     """A module path of a compiled graph, from the outside: below the region, which Dynamo calls by a local's name."""
-    return ".".join(filter(None, (region, _LOCAL.sub("", module) if region else module)))
+    below = upstream.LOCAL.sub("", f"{module}.").rstrip(".") if region else module
+    return ".".join(filter(None, (region, below)))
 
 
 def _overlaps(layer: list[str], path: list[str]) -> bool:
