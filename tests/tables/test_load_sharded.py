@@ -11,7 +11,8 @@ from ple_compile.tables.load import load_tables
 from tests.checkpoints import table_rows, write_checkpoint
 from tests.sharding.fake import fake_mesh
 from tests.sharding.ranks import run_ranks
-from tests.tables.test_load import BASE, ROWS, WIDTH, Model, write_quantized
+from tests.tables.test_load import BASE, ROWS, WIDTH, Model
+from tests.tables.test_load_quantized import write_quantized
 
 
 def load_rows(rank, directory, sharded_before):

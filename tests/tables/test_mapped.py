@@ -19,7 +19,8 @@ from ple_compile.tables.quantize import quantize_tables
 from ple_compile.tables.save import save_tables
 from ple_compile.tables.tensor_file import read_header
 from tests.checkpoints import table_rows, write_checkpoint
-from tests.tables.test_load import BASE, ROWS, WIDTH, Model, rewrite, write_quantized
+from tests.tables.test_load import BASE, ROWS, WIDTH, Model, rewrite
+from tests.tables.test_load_quantized import write_quantized
 from tests.tiny_models import prompt, tiny_model
 
 
