@@ -10,7 +10,8 @@ from ple_compile.tables.load import load_tables
 from tests.sharding.fake import fake_mesh
 from tests.sharding.lowered import NGrams
 from tests.tables.test_formats import CLASSES, quantized
-from tests.tables.test_load import ROWS, WIDTH, Model, write_quantized
+from tests.tables.test_load import ROWS, WIDTH, Model
+from tests.tables.test_load_quantized import write_quantized
 
 
 @pytest.fixture(params=CLASSES)
