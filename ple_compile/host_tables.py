@@ -25,6 +25,7 @@ from torch.fx import Graph, GraphModule, Node
 from ple_compile import upstream
 from ple_compile.config import Config
 from ple_compile.matching.graph import layer_of, source_line
+from ple_compile.merged_weights import storage_of
 from ple_compile.ops.checked_ids import checked_ids
 from ple_compile.ops.lookup import lookup
 from ple_compile.ops.sharded_lookup import sharded_lookup
@@ -35,6 +36,7 @@ log = logging.getLogger("ple_compile")
 
 _warned: set[str] = set()
 
+_OFFLOAD = "call ple_compile.offload_tables(model) first, or compile with offload=True"
 _ROWS_STAY = "its rows meet other host tensors before they move to the GPU, or stay on the host; move the rows first"
 
 
@@ -91,7 +93,9 @@ def take_over(gm: GraphModule, example_inputs: list[Any], config: Config) -> tup
             if pinning.is_page_locked(example_inputs[index]):
                 left.append(_left_locked(placeholders[index], reason))
             elif index in possible:
-                left.append(_left_pageable(placeholders[index], example_inputs[index]))
+                left.append(_left_pageable(placeholders[index], example_inputs[index], _OFFLOAD))
+            elif isinstance(lookups_or_reason, str):
+                left.append(_left_pageable(placeholders[index], example_inputs[index], reason))
     rows = _rows(candidates)
     _compute_on_device(_host_part(rows, rows))
     found = []
@@ -122,7 +126,7 @@ def _host_lookups(node: Any, table: Any) -> list[tuple[Any, Any]] | str:
     """
     if not isinstance(table, Tensor) or table.device.type != "cpu" or table.dim() != 2 or not pinning.available():
         return []
-    if not any(_gathers(user, node) for user in node.users) or not _uses_the_gpu(node.graph):
+    if not _is_gathered(node) or not _uses_the_gpu(node.graph):
         return []
     if table.requires_grad and torch.is_grad_enabled():
         return "its gradient is recorded; call the model under torch.no_grad, or freeze the table"
@@ -132,7 +136,7 @@ def _host_lookups(node: Any, table: Any) -> list[tuple[Any, Any]] | str:
             return f"{user.name} reads it otherwise than by torch.nn.functional.embedding"
         if _max_norm(user) is not None:
             return "its embedding has max_norm, which writes to the table"
-        ids = _before_moving(_ids(user))
+        ids = _on_the_gpu(_ids(user))
         if _is_on_host(ids):
             return f"its ids are computed on the host, by {ids.name}; compute them on the GPU"
         found.append((user, ids))
@@ -148,6 +152,17 @@ def _looks_up(node: Any, table: Any) -> bool:
     else:
         return False
     return given is table and _ids(node) is not table
+
+
+def _is_gathered(table: Any) -> bool:
+    """Whether rows of a table, or of a part of it, are picked by a tensor."""
+    views = [user for user in table.users if _is_view(user, table)]
+    return any(_gathers(user, table) for user in table.users) or any(_is_gathered(view) for view in views)
+
+
+def _is_view(node: Any, of: Any) -> bool:
+    seen = node.meta.get("example_value")
+    return isinstance(seen, Tensor) and storage_of(seen) == storage_of(_traced(of))
 
 
 def _gathers(node: Any, table: Any) -> bool:
@@ -174,6 +189,17 @@ def _uses_the_gpu(graph: Graph) -> bool:
 
 def _is_sharded(node: Any) -> bool:
     return node.target in (sharded_lookup, sharded_lookup.overloadpacket)
+
+
+def _on_the_gpu(ids: Any) -> Any:
+    """Integers as they were before they moved to the host and were widened there; themselves where neither happened."""
+    node = ids
+    while _is_on_host(node) and node.op == "call_method" and node.target in ("to", "cpu", "cuda", "long", "int"):
+        before, after = _traced(node.args[0]).dtype, _traced(node).dtype
+        if before.is_floating_point or torch.promote_types(before, after) != after:
+            break
+        node = node.args[0]
+    return node
 
 
 def _before_moving(node: Any) -> Any:
@@ -254,29 +280,31 @@ def _compute_on_device(part: set[Any]) -> None:
 
 
 def _look_up_on_device(embedding: Any, table: Any, ids: Any, debug: bool) -> None:
-    graph, made = embedding.graph, []
+    graph, moved, made = embedding.graph, _ids(embedding), []
     with graph.inserting_before(embedding):
+        known = ids
+        if _traced(ids).dtype != _traced(moved).dtype:
+            made.append(known := graph.call_method("to", (ids, _traced(moved).dtype)))
         if _is_sharded(embedding):
-            moved = _ids(embedding)
-            made.append(graph.call_function(sharded_lookup, (table, ids, *embedding.args[2:]), embedding.kwargs))
+            made.append(graph.call_function(sharded_lookup, (table, known, *embedding.args[2:]), embedding.kwargs))
         else:
-            moved, known = _ids(embedding), ids
             if debug:
-                made.append(known := graph.call_function(checked_ids, (table, ids)))
+                made.append(known := graph.call_function(checked_ids, (table, known)))
             made.append(graph.call_function(lookup, (table, known)))
     for node in made:
         node.meta.update({k: v for k, v in embedding.meta.items() if k != "example_value"})
     rows = made[-1]
     embedding.replace_all_uses_with(rows)
     graph.erase_node(embedding)
-    if moved is ids:
-        return
-    for back in list(moved.users):  # the scales' own lookup, on the GPU
-        if _before_moving(back) is moved and _traced(back).device == _traced(ids).device:
+    for back in list(moved.users) if moved is not ids else ():  # the scales' own lookup, on the GPU
+        same = (_traced(back).device, _traced(back).dtype) == (_traced(ids).device, _traced(ids).dtype)
+        if same and _before_moving(back) is moved:
             back.replace_all_uses_with(ids)
             graph.erase_node(back)
-    if not moved.users:
+    while moved is not ids and not moved.users:
+        before = moved.args[0]
         graph.erase_node(moved)
+        moved = before
 
 
 def _is_on_host(node: Any) -> bool:
@@ -316,16 +344,17 @@ def _left_locked(node: Node, reason: str) -> Event:
     return _left(node, f"the page-locked table {name} is looked up on the CPU: {reason}")
 
 
-def _left_pageable(node: Node, table: Tensor) -> Event:
+def _left_pageable(node: Node, table: Tensor, remedy: str) -> Event:
     name = _name(node)
     if _first_word_about(name):
         log.warning(
             "the table %s (%.1f GiB) lies in pageable host memory and is looked up on the CPU, which stops the GPU in "
-            "every forward; call ple_compile.offload_tables(model) first, or compile with offload=True",
+            "every forward: %s",
             name,
             table.nbytes / 2**30,
+            remedy,
         )
-    return _left(node, f"the table {name} lies in pageable host memory; call ple_compile.offload_tables(model) first")
+    return _left(node, f"the table {name} lies in pageable host memory and is looked up on the CPU: {remedy}")
 
 
 def _left(table: Node, reason: str) -> Event:

@@ -76,6 +76,8 @@ LOOKUPS = {
     "embedding by keyword": lambda t, i: F.embedding(i.to("cpu"), weight=t).to(i.device) * 2,
     "embedding by keywords": lambda t, i: F.embedding(input=i.to("cpu"), weight=t, padding_idx=3).to(i.device) * 2,
     "torch.embedding": lambda t, i: torch.embedding(t, i.cpu()).to(i.device) * 2,
+    "ids widened there": lambda t, i: F.embedding(i.int().cpu().long(), t).to(i.device) * 2,
+    "ids moved and widened": lambda t, i: F.embedding(i.short().to("cpu", torch.int32).to(torch.int64), t).to(GPU) * 2,
 }
 
 
@@ -91,6 +93,10 @@ OTHERWISE = {
     "by index_select|index_select reads it": lambda t, i: t.index_select(0, i.cpu().view(-1)).to(GPU),
     "also by row|getitem reads it": lambda t, i: F.embedding(i.cpu(), t).to(GPU) + t[0].to(GPU),
     "with ids made there|computed on the host, by clamp": lambda t, i: F.embedding(i.cpu().clamp(0, 9), t).to(GPU),
+    "with ids cut there|computed on the host, by int": lambda t, i: F.embedding(i.cpu().int(), t).to(GPU),
+    "with ids rounded there|computed on the host, by long": lambda t, i: F.embedding(i.half().cpu().long(), t).to(GPU),
+    "by a part|getitem reads it": lambda t, i: F.embedding(i.cpu(), t[:, :8]).to(GPU),
+    "by a part of a part|getitem reads it": lambda t, i: F.embedding(i.cpu(), t[:, :8].narrow(1, 0, 4)).to(GPU),
     "with max_norm|has max_norm": lambda t, i: F.embedding(i.cpu(), t, max_norm=1.0).to(GPU),
 }
 
@@ -106,6 +112,18 @@ def test_a_locked_table_that_is_read_otherwise_is_a_warning(
     assert "the page-locked table l_t_ is looked up on the CPU" in warning and name.split("|")[1] in warning
 
 
+@pytest.mark.parametrize("name", OTHERWISE)
+def test_a_pageable_table_that_is_read_otherwise_is_a_warning(
+    name: str, ids: Tensor, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pinning, "is_page_locked", lambda table: False)
+    host_tables._warned.clear()
+    count, _, _ = taken(OTHERWISE[name], on("cpu", 1000, 32), ids)
+    assert count == 0
+    (warning,) = [record.getMessage() for record in caplog.records if "pageable" in record.getMessage()]
+    assert "the table l_t_ (0.0 GiB) lies in pageable" in warning and name.split("|")[1] in warning
+
+
 def test_a_locked_table_that_trains_is_a_warning(ids: Tensor, caplog: pytest.LogCaptureFixture) -> None:
     host_tables._warned.clear()
     count, _, _ = taken(LOOKUPS["embedding"], on("cpu", 1000, 32).requires_grad_(), ids)
@@ -118,14 +136,20 @@ def test_a_graph_without_a_gpu_is_no_warning(call: Callable, fake_mode: None, ca
     assert count == 0 and "table" not in caplog.text
 
 
-@pytest.mark.parametrize("moved", [True, False], ids=["ids moved", "ids as they are"])
-def test_a_shard_on_the_host(moved: bool, ids: Tensor) -> None:
+MOVES = {
+    "ids moved": lambda i: i.to("cpu"),
+    "ids moved and widened": lambda i: i.short().cpu().long(),
+    "ids as they are": lambda i: i,
+}
+
+
+@pytest.mark.parametrize("way", MOVES)
+def test_a_shard_on_the_host(way: str, ids: Tensor) -> None:
     """As `ShardedLookup.forward` calls it, with transformers' way around the GPU or without."""
 
     def call(shard: Tensor, ids: Tensor) -> Tensor:
-        given = ids.to(shard.device) if moved else ids
         layout = (1999, 0, 2, 1, "table", "0", "", "0", True)
-        return torch.ops.ple.sharded_lookup(shard, given, None, *layout).to(ids.device) * 2
+        return torch.ops.ple.sharded_lookup(shard, MOVES[way](ids), None, *layout).to(ids.device) * 2
 
     count, on_host, targets = taken(call, on("cpu", 1000, 32), ids)
     assert count == 1 and not on_host
