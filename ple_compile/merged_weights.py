@@ -7,6 +7,7 @@ shared buffer. What gives a parameter a storage of its own again (`.data = ...`,
 `load_state_dict(assign=True)`) ends the arrangement, which `merged_view` sees because it looks at addresses each time.
 """
 
+import logging
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -15,10 +16,15 @@ from types import FrameType
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.weak import WeakTensorKeyDictionary
+
+log = logging.getLogger("ple_compile")
 
 # Inductor compiles kernels for 16-byte aligned inputs and copies any input that is not.
 _ALIGNMENT = 16
 _LOCK = threading.Lock()
+# Parameters for which there was no memory: asking again in every call would empty PyTorch's cache each time.
+_found_no_memory = WeakTensorKeyDictionary()
 
 
 def merged_view(first: Tensor, second: Tensor) -> Tensor | None:
@@ -65,6 +71,8 @@ def why_separate(first: Tensor, second: Tensor) -> str | None:
         return "tied, or views of one storage"
     if (reason := why_never(first, second)) is not None:
         return reason
+    if first in _found_no_memory:
+        return "no memory was free for one more copy of them"
     if torch.is_grad_enabled() and (first.requires_grad or second.requires_grad):
         return "autograd is recording"
     if any(_num_aliases(tensor) for tensor in pair):
@@ -79,13 +87,24 @@ def why_separate(first: Tensor, second: Tensor) -> str | None:
 def merge(first: Tensor, second: Tensor) -> None:
     """Move both parameters into one storage. Call it only when `why_separate` has nothing to say.
 
-    Needs room for one more copy of the pair until it returns, and synchronises a CUDA device once.
+    Needs room for one more copy of the pair until it returns, and synchronises a CUDA device once. Where there is no
+    room they stay as they are for good, with a warning.
     """
     with _LOCK, torch.inference_mode(False), torch.no_grad():
         if merged_view(first, second) is not None:
             return
         rows = first.shape[0] + second.shape[0]
-        buffer = _allocate((rows, first.shape[1]), first)
+        try:
+            buffer = _allocate((rows, first.shape[1]), first)
+        except torch.OutOfMemoryError:
+            _found_no_memory[first] = True
+            log.warning(
+                "merge_kv_proj: %.1f MiB for the key and value projection as one matrix are not free on %s; they stay "
+                "two, and two matrix products read them",
+                (first.nbytes + second.nbytes) / 2**20,
+                first.device,
+            )
+            return
         halves = buffer.split([first.shape[0], second.shape[0]])
         for tensor, half in zip((first, second), halves):
             half.copy_(tensor)

@@ -54,12 +54,13 @@ def test_the_pool_of_states(batch, tuning, kernels, monkeypatch):
     torch.testing.assert_close(after, inputs.pool, rtol=1e-4, atol=1e-5, equal_nan=True)
 
 
-def test_weights_that_find_no_room_to_be_merged(monkeypatch):
+def test_weights_that_find_no_room_to_be_merged(monkeypatch, caplog):
     key, value = (torch.nn.Parameter(torch.randn(rows, 8), requires_grad=False) for rows in (16, 4))
-    x, before = torch.randn(3, 8), [(w.data_ptr(), w.clone()) for w in (key, value)]
-    with monkeypatch.context() as patch, pytest.raises(torch.OutOfMemoryError):
-        fail_at(patch, merged_weights, "_allocate", 1, out_of_memory)
-        kv_proj.project(x, key, value)
-    assert [(w.data_ptr(), w.tolist()) for w in (key, value)] == [(at, w.tolist()) for at, w in before]
-    torch.testing.assert_close(kv_proj.project(x, key, value), kv_proj.reference(x, key, value))
-    assert merged_weights.merged_view(key, value) is not None
+    x, before = torch.randn(3, 8), [(w.data_ptr(), w.tolist()) for w in (key, value)]
+    fail_at(monkeypatch, merged_weights, "_allocate", 1, out_of_memory)
+    for _ in range(2):  # the second one does not try again
+        torch.testing.assert_close(kv_proj.project(x, key, value), kv_proj.reference(x, key, value))
+    assert [(w.data_ptr(), w.tolist()) for w in (key, value)] == before
+    assert "no memory was free" in merged_weights.why_separate(key, value)
+    (warning,) = caplog.messages
+    assert "merge_kv_proj: 0.0 MiB for the key and value projection" in warning
