@@ -12,6 +12,7 @@ import copy
 import itertools
 import json
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from functools import partial
@@ -23,6 +24,8 @@ import transformers
 from torch import Tensor, nn
 from transformers import DynamicCache, Qwen4ExpTextConfig
 from transformers.models.qwen4_exp.modeling_qwen4_exp import Qwen4ExpTextPLELayer
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from examples.quickstart import TINY, build_model
 from examples.reference.config import Config

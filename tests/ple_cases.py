@@ -146,12 +146,12 @@ class Case:
 
 
 class Layers(torch.nn.Module):
-    """Two PLE layers with different weights."""
+    """PLE layers with different weights."""
 
-    def __init__(self, case: Case):
+    def __init__(self, case: Case, count: int = 2):
         super().__init__()
         self.case = case
-        self.layers = torch.nn.ModuleList(Case(seed=seed).layer() for seed in range(2))
+        self.layers = torch.nn.ModuleList(Case(seed=seed).layer() for seed in range(count))
 
     def forward(self, streams: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:

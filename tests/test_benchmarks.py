@@ -1,8 +1,20 @@
 """What benchmarks are made of, where no GPU is needed to see that it is right."""
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
 from benchmarks import compile_time
+
+FILES = sorted((Path(__file__).parent.parent / "benchmarks").glob("*.py"))
+SCRIPTS = [file for file in FILES if "__main__" in file.read_text()]
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
+def test_scripts_start_in_any_folder(script: Path, tmp_path: Path) -> None:
+    subprocess.run([sys.executable, script, "--help"], cwd=tmp_path, check=True, stdout=subprocess.DEVNULL)
 
 
 @pytest.mark.parametrize("num_ple_layers", [1, 36])

@@ -1,9 +1,14 @@
 """Equal layers are probed once, and nothing else counts as equal."""
 
+import sys
+from types import FrameType
+from typing import Any
+
 import pytest
 import torch
 from torch.fx import Graph, Node
 
+from ple_compile import pipeline
 from ple_compile.matching import gate, ngram_ids, short_conv
 from ple_compile.matching.graph import aten
 from ple_compile.matching.repeats import asked_once, signature
@@ -31,6 +36,32 @@ def test_two_layers_are_probed_as_one(monkeypatch: pytest.MonkeyPatch, fresh_dyn
     assert set(traced.counts().values()) == {2} and not traced.declines()
     # The convolution twice: its mathematics, then its rounding.
     assert sorted(probed) == sorted(part.__name__ for part in (gate, short_conv, short_conv, ngram_ids))
+
+
+def calls_of_passes(num_layers: int) -> int:
+    """How many functions of this package the passes call on a graph of so many PLE layers."""
+    called, run = 0, pipeline.run
+
+    def count(frame: FrameType, event: str, argument: object) -> None:
+        nonlocal called
+        called += event == "call" and frame.f_globals.get("__name__", "").startswith("ple_compile")
+
+    def counted(*args: Any, **settings: Any) -> None:
+        sys.setprofile(count)
+        run(*args, **settings)
+        sys.setprofile(None)
+
+    case = Case()
+    streams, ids, _ = case.inputs()
+    with pytest.MonkeyPatch.context() as patch, torch.no_grad():
+        patch.setattr(pipeline, "run", counted)
+        torch.compile(Layers(case, num_layers), backend=passes_backend(Traced()), fullgraph=True)(streams, ids)
+    return called
+
+
+def test_work_grows_with_the_layers_not_with_their_square(fresh_dynamo: None) -> None:
+    few, some, many = (calls_of_passes(num_layers) for num_layers in (4, 8, 16))
+    assert 0 < many - some < 2.2 * (some - few)
 
 
 def line(graph: Graph, source: Node, factor: float) -> list[Node]:

@@ -25,11 +25,13 @@ from ple_compile.matching.graph import (
     VIEWS,
     aten,
     calls,
+    closure,
     cone,
     depends_on,
     dims,
     is_pointwise,
     is_tensor,
+    only_input,
     open_inputs,
     origin,
     outside_reader,
@@ -231,13 +233,14 @@ def _scaled(norms: list[Norm], product: Node) -> tuple[Node, Node, Node]:
     """(weight, what norms of a product or its streams are multiplied by, the whole norm as others read it)"""
     streams = STREAM_OPS if len(norms) > 1 else set()
     starts = {product, *(norm.source for norm in norms)}
-    inside = set(starts)
-    for node in product.graph.nodes:
-        inputs = [n for n in node.all_input_nodes if is_tensor(n) or n in inside]
-        if not (is_pointwise(node) or calls(node, REDUCTIONS | LAYOUT | streams)) or inside.isdisjoint(inputs):
-            continue
-        if all(n in inside or value(n).dim() == 0 or _vector(n, product) is not None for n in inputs):
-            inside.add(node)
+
+    def admits(node: Node, inside: set[Node]) -> bool:
+        if not (is_pointwise(node) or calls(node, REDUCTIONS | LAYOUT | streams)):
+            return False
+        others = [n for n in node.all_input_nodes if n not in inside and is_tensor(n)]
+        return all(value(n).dim() == 0 or _vector(n, product) is not None for n in others)
+
+    inside = closure(starts, admits)
     normed = depends_on(sorted(inside), {norm.root for norm in norms})
     read = [n for n in sorted(normed) if any(u not in inside for u in n.users)]
     nodes = cone(read[-1:], starts)
@@ -251,18 +254,18 @@ def _scaled(norms: list[Norm], product: Node) -> tuple[Node, Node, Node]:
 
 def _vector(node: Node, product: Node) -> Node | None:
     """The weight of all channels of `product` that `node`, or a stream's part, is made of, and of nothing else."""
-    leaves = open_inputs([node], set()) if node.op == "call_function" else [node]
-    is_weight = len(leaves) == 1 and value(leaves[0]).is_floating_point() and 0 < value(leaves[0]).dim() <= 2
+    weight = only_input(node) if node.op == "call_function" else node
+    if weight is None or not value(weight).is_floating_point() or not 0 < value(weight).dim() <= 2:
+        return None
     channels = dims(product)[-1:], dims(product)[-2:]
     sizes = [math.prod(shape) for shape in channels if all(isinstance(size, int) for size in shape)]
-    if not is_weight or value(leaves[0]).numel() not in sizes:
-        return None
-    return leaves[0] if value(leaves[0]).numel() % value(node).numel() == 0 else None
+    fits = value(weight).numel() in sizes and value(weight).numel() % value(node).numel() == 0
+    return weight if fits else None
 
 
 def _scale(weight: Node, nodes: list[Node]) -> Node:
     """The last of `nodes` that is made of `weight` alone, and is all of it."""
-    made = [n for n in sorted(depends_on(nodes, {weight})) if open_inputs([n], set()) == [weight]]
+    made = [n for n in sorted(depends_on(nodes, {weight})) if only_input(n) is weight]
     made = [n for n in made if is_tensor(n) and value(n).numel() == value(weight).numel()]
     return made[-1] if made else weight
 

@@ -1,5 +1,6 @@
 """Small questions about post-grad FX graphs, asked by every matcher."""
 
+import itertools
 import re
 from collections.abc import Callable, Iterable, Iterator
 
@@ -113,10 +114,9 @@ def cone(roots: Iterable[Node], leaves: set[Node]) -> list[Node]:
     return sorted(n for n in needed if n.op != "placeholder")
 
 
-def open_inputs(roots: Iterable[Node], leaves: set[Node]) -> list[Node]:
-    """Tensor placeholders and attributes that `roots` reach without passing through `leaves`; not by their sizes."""
+def _inputs(roots: Iterable[Node], leaves: set[Node]) -> Iterator[Node]:
     seen: set[Node] = set()
-    stack, found = list(roots), []
+    stack = list(roots)
     while stack:
         node = stack.pop()
         if node in seen or node in leaves or calls(node, SIZES):
@@ -124,10 +124,20 @@ def open_inputs(roots: Iterable[Node], leaves: set[Node]) -> list[Node]:
         seen.add(node)
         if node.op in ("placeholder", "get_attr"):
             if is_tensor(node):
-                found.append(node)
+                yield node
         else:
             stack += node.all_input_nodes
-    return found
+
+
+def open_inputs(roots: Iterable[Node], leaves: set[Node]) -> list[Node]:
+    """Tensor placeholders and attributes that `roots` reach without passing through `leaves`; not by their sizes."""
+    return list(_inputs(roots, leaves))
+
+
+def only_input(node: Node) -> Node | None:
+    """The tensor placeholder or attribute that `node` is made of, or None where there are several, or none."""
+    found = list(itertools.islice(_inputs([node], set()), 2))
+    return found[0] if len(found) == 1 else None
 
 
 def depends_on(nodes: Iterable[Node], sources: set[Node]) -> set[Node]:
@@ -151,16 +161,16 @@ def outside_reader(interior: Iterable[Node], allowed: Iterable[Node]) -> tuple[N
     return None
 
 
-def closure(start: Node, admits: Callable[[Node], bool]) -> list[Node]:
-    """Nodes computed from `start` alone (and constants) by ops that `admits` accepts, in graph order, `start` first."""
-    inside, frontier = {start}, [start]
+def closure(starts: Iterable[Node], admits: Callable[[Node, set[Node]], bool]) -> set[Node]:
+    """`starts` and every call below them that `admits`, asked again whenever one more of its inputs is inside."""
+    inside = set(starts)
+    frontier = list(inside)
     while frontier:
-        for user in frontier.pop(0).users:
-            if user not in inside and user.op == "call_function" and admits(user):
-                if all(n in inside for n in tensor_inputs(user)):
-                    inside.add(user)
-                    frontier.append(user)
-    return sorted(inside)
+        for user in frontier.pop().users:
+            if user not in inside and user.op == "call_function" and admits(user, inside):
+                inside.add(user)
+                frontier.append(user)
+    return inside
 
 
 def erase_unused(nodes: Iterable[Node]) -> None:

@@ -74,9 +74,23 @@ def find_embeddings(graph: Graph) -> Iterator[tuple[Node, list[Node]]]:
         if looked_up is None:
             continue
         ids = list(producers(looked_up, LAYOUT | DEVICE_COPIES, lossy=True))
-        if any(calls(n, HASHES) and value(n).dtype in INTEGERS for n in cone(ids[-1:], set())):
+        if _is_hashed(ids[-1]):
             found = {dim: n for n in ids for dim in (3, 2) if value(n).dim() == dim and value(n).dtype == torch.int64}
             yield node, [found[dim] for dim in (3, 2) if dim in found]
+
+
+def _is_hashed(ids: Node) -> bool:
+    """Whether a remainder or xor is among the integers that `ids` are made of."""
+    seen, stack = set(), [ids]
+    while stack:
+        node = stack.pop()
+        if node in seen or not is_tensor(node) or value(node).dtype not in INTEGERS | {torch.bool}:
+            continue
+        if calls(node, HASHES) and value(node).dtype in INTEGERS:
+            return True
+        seen.add(node)
+        stack += node.all_input_nodes
+    return False
 
 
 def _looked_up(node: Node) -> Any:

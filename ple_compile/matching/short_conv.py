@@ -29,6 +29,7 @@ from ple_compile.matching.graph import (
     open_inputs,
     prims,
     producers,
+    tensor_inputs,
     value,
 )
 from ple_compile.matching.repeats import asked_once, signature
@@ -97,8 +98,8 @@ def _assign_roles(node: Node) -> ShortConv:
         raise Declined("the convolution has a bias")
     if list(stride) != [1]:
         raise Declined(f"the convolution has stride {stride[0]}")
-    after = closure(node, lambda n: is_pointwise(n) or n.target in COLUMNS | VIEWS | CASTS)
-    outputs = [n for n in after if any(u not in after for u in n.users)]
+    after = closure({node}, _follows)
+    outputs = [n for n in sorted(after) if any(u not in after for u in n.users)]
     if len(outputs) != 1:
         read = ", ".join(n.name for n in outputs)
         raise Declined(f"more than the activation is read of the convolution: {read}")
@@ -146,22 +147,29 @@ def _through_columns(node: Node, through: set = COLUMNS) -> tuple[list[Node], li
     return transposed, others
 
 
+def _follows(node: Node, inside: set[Node]) -> bool:
+    """Whether a node is computed elementwise, or moved, from what is inside and nothing else."""
+    elementwise = is_pointwise(node) or node.target in COLUMNS | VIEWS | CASTS
+    return elementwise and all(n in inside for n in tensor_inputs(node))
+
+
 def find_state_writes(conv: ShortConv) -> tuple[list[Node], Node | None]:
     """(new cache states, first other reader) among everything made of the sequence by moving columns.
 
     A new state holds the last columns of the history and is read by someone else; that it does is probed.
     """
-    reached = {conv.x} | ({conv.state} if conv.state is not None else set())
-    for node in conv.x.graph.nodes:
-        if calls(node, COLUMNS) and any(n in reached for n in node.all_input_nodes):
-            sources = node.args[1:2] if calls(node, {aten.copy.default}) else node.all_input_nodes
-            if all(n in reached or calls(n, FILLS) or not is_tensor(n) for n in sources):
-                reached.add(node)
+    reached = closure({conv.x} | ({conv.state} if conv.state is not None else set()), _moves_columns)
     made = depends_on(sorted(reached - {conv.x}), {conv.x}) | {conv.x}
     read = [n for n in sorted(made) if any(u not in reached and u is not conv.convolution for u in n.users)]
     writes = [n for n in read if n is not conv.x and _is_state_write(conv, n)]
     others = [u for n in read if n not in writes for u in n.users if u not in reached and u is not conv.convolution]
     return writes, others[0] if others else None
+
+
+def _moves_columns(node: Node, inside: set[Node]) -> bool:
+    """Whether a node moves columns of what is inside, or of constants, and nothing else."""
+    sources = node.args[1:2] if calls(node, {aten.copy.default}) else node.all_input_nodes
+    return calls(node, COLUMNS) and all(n in inside or calls(n, FILLS) or not is_tensor(n) for n in sources)
 
 
 def verify(conv: ShortConv) -> None:
