@@ -69,8 +69,8 @@ def _best_blocks(scores: Tensor, num_complete: Tensor, num_selected: int) -> Ten
     if num_selected == 0:
         return torch.zeros_like(complete)
     # Non-negative floats order as their bits do, so score and block number make one integer without ties. `abs` turns
-    # -0.0 into 0.0.
-    merit = (scores.abs().view(torch.int32).long() << 32) + ((1 << 31) - 1 - number)
+    # -0.0 into 0.0. Under autocast the scores come out of the matrix product in 16 bits, as the original's do.
+    merit = (scores.float().abs().view(torch.int32).long() << 32) + ((1 << 31) - 1 - number)
     merit = torch.where(complete, merit, -1)
     # Padded so that there are always `num_selected` to choose from, whatever the length.
     least = F.pad(merit, (0, num_selected), value=-1).topk(num_selected, sorted=False).values.amin(-1, keepdim=True)

@@ -187,6 +187,20 @@ def test_random_calls_select_what_the_loop_selects(seed):
             assert unexplained_rows(indexer, call, keys, expected, actual) == []
 
 
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_under_autocast_as_the_loop_under_autocast(seed, dtype):
+    generator = torch.Generator().manual_seed(seed)
+    indexer, config = make_indexer(generator, torch.float32, indexer_budget=8, indexer_compress_ratio=4)
+    cache_kind = pick(generator, ["none", "dynamic"])
+    calls = draw_calls(generator, config, torch.float32, cache_kind, 64)
+    with torch.autocast("cpu", dtype=dtype):
+        for call, keys, expected, known, unknown in run_both(indexer, config, calls, cache_kind):
+            assert keys.dtype == dtype
+            for actual in (known, unknown):
+                assert unexplained_rows(indexer, call, keys, expected, actual) == []
+
+
 def tied_call(left_padding: int, length: int) -> tuple[Call, torch.nn.Module, object]:
     """Keys that repeat every four tokens and positions that do not turn them: every block scores the same."""
     generator = torch.Generator().manual_seed(0)
