@@ -38,7 +38,8 @@ class Config:
         device at each check.
     strict: raise when a pass that applies to a graph declined, instead of leaving that part to Inductor.
     indexer: let `ple_compile.compile` replace the loop over queries in transformers' QSA indexer by tensor operations
-        that select the same tokens (`ple_compile.whole_graph.indexer` says when). The backend alone does not read it.
+        that select the same tokens, but the first of blocks whose scores are exactly equal, of which the loop takes any
+        (`ple_compile.whole_graph.indexer` has the contract). The backend alone does not read it.
     whole_graph: let `ple_compile.compile` put forwards that one graph can hold on transformers' Qwen4Exp and compile
         the whole text model, rather than each PLE layer by itself. In bf16 the rest of the model then rounds as
         Inductor does, so tokens may differ from eager's. The backend alone does not read it.

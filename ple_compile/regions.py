@@ -23,11 +23,14 @@ log = logging.getLogger("ple_compile")
 # the conv window, a longer one. PyTorch's limit of 8 per function, shared by all layers, is reached by two layers.
 RECOMPILE_LIMIT = 64
 
-_compiled_models: "weakref.WeakKeyDictionary[nn.Module, _Undo]" = weakref.WeakKeyDictionary()
+_compiled_models: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
+_PLACE = "_ple_compile"  # A model's attribute: what holds its modules must not outlive it.
 
 
 @dataclasses.dataclass
 class _Undo:
+    """What was done to a model. Copies and pickles of the model have None in its place."""
+
     config: Config
     attributes: list[tuple[nn.Module, str, Any, Any]]  # module, name, our value, the instance's own value before
     replaced: whole_graph.Undo | None  # forwards of transformers' classes
@@ -35,6 +38,12 @@ class _Undo:
     def set(self, module: nn.Module, name: str, value: Any) -> None:
         self.attributes.append((module, name, value, vars(module).get(name)))
         setattr(module, name, value)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        return None
+
+    def __reduce__(self) -> tuple:
+        return type(None), ()
 
     def forget(self, module: nn.Module, name: str, theirs: Any, before: Any) -> None:
         """Put `before` back at the end where `theirs` was found at the start."""
@@ -54,8 +63,8 @@ def compile(model: nn.Module, **config: Any) -> nn.Module:
     computes as before. Either way each execution of a PLE layer is a compiled one whatever prompt lengths arrive.
     `generate()` of transformers runs through the regions; where it compiles its decode step by itself (static cache on
     CUDA), that compilation uses this backend too. While gradients are recorded for a region's parameters or inputs it
-    runs as plain PyTorch, with one warning. To pickle the whole model, `restore` it first; `state_dict` and
-    `save_pretrained` work as before.
+    runs as plain PyTorch, with one warning. `state_dict` and `save_pretrained` work as before. A deep copy or a pickle of
+    the model computes the same and is not compiled; with `whole_graph=True`, `restore` it before it is pickled.
 
     Keyword arguments are the fields of `ple_compile.Config`. Calling it again replaces the earlier configuration.
     While a model is compiled, Dynamo's `recompile_limit` is at least 64 for each model compiled so far, and Dynamo
@@ -74,7 +83,10 @@ def compile(model: nn.Module, **config: Any) -> nn.Module:
     if not layers:
         log.warning("ple_compile.compile: %s; nothing was compiled", message)
         return model
-    undo = _compiled_models[model] = _Undo(settings, [], None)
+    if not _compiled_models:  # those that were compiled have died
+        upstream.reset_dynamo()
+    undo = vars(model)[_PLACE] = _Undo(settings, [], None)
+    _compiled_models.add(model)
     upstream.set_dynamo(RECOMPILE_LIMIT)
     try:
         undo.replaced, whole = _replace_forwards(model, settings)
@@ -91,11 +103,15 @@ def compile(model: nn.Module, **config: Any) -> nn.Module:
 def restore(model: nn.Module) -> nn.Module:
     """Undo `compile(model)`; a model that is not compiled is left as it is. Returns the model.
 
-    Raises ValueError for what is no module.
+    A copy of a compiled model, which is not compiled, is made free of what was copied along. Raises ValueError for what
+    is no module.
     """
     check_is_module(model)
-    undo = _compiled_models.pop(model, None)
+    undo = _undo_of(model)
+    vars(model).pop(_PLACE, None)
+    _compiled_models.discard(model)
     if undo is None:
+        _clean_copy(model)
         return model
     for module, name, ours, before in undo.attributes:
         if vars(module).get(name) is ours:
@@ -103,7 +119,7 @@ def restore(model: nn.Module) -> nn.Module:
             if before is not None:
                 setattr(module, name, before)
         else:  # somebody has put another one in its place since: what they put back must not be ours
-            for later in _compiled_models.values():
+            for later in filter(None, map(_undo_of, _compiled_models)):
                 later.forget(module, name, ours, before)
     if undo.replaced is not None:
         undo.replaced()
@@ -112,6 +128,20 @@ def restore(model: nn.Module) -> nn.Module:
     if not _compiled_models:
         upstream.reset_dynamo()
     return model
+
+
+def _undo_of(model: nn.Module) -> _Undo | None:
+    return vars(model).get(_PLACE)
+
+
+def _clean_copy(model: nn.Module) -> None:
+    """Take away what a copy of a compiled model, or a pickle, has of ours; not what a compiled model around it has."""
+    compiled = {id(module) for other in _compiled_models for module in other.modules()}
+    copied = [module for module in model.modules() if id(module) not in compiled]
+    whole_graph.clean_copy(copied)
+    for module in copied:
+        if isinstance(vars(module).get("get_compiled_call"), _CompiledCallHook):
+            del module.get_compiled_call
 
 
 def _compile_region(name: str, region: nn.Module, undo: _Undo) -> None:
@@ -167,13 +197,13 @@ def _regions(model: nn.Module, layers: dict[str, nn.Module], whole: bool) -> dic
 
 def changes_of(model: nn.Module) -> list[str]:
     """The classes whose forward was replaced."""
-    undo = _compiled_models.get(model)
+    undo = _undo_of(model)
     return list(undo.replaced.changes) if undo is not None and undo.replaced is not None else []
 
 
 def config_of(model: nn.Module) -> Config | None:
     """The configuration a model is compiled with, or None."""
-    undo = _compiled_models.get(model)
+    undo = _undo_of(model)
     return undo.config if undo is not None else None
 
 
@@ -184,13 +214,14 @@ def options_of(config: Config) -> dict[str, Any]:
 
 def _compiled_call(layer: nn.Module, name: str, config: Config) -> Callable:
     inner = layer._call_impl
+    warn = functools.cache(functools.partial(_warn_about_gradients, name))
     compiled = torch.compile(inner, backend="ple", dynamic=True, options=options_of(config))
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():  # inside an outer compilation the layer is traced as part of it
             return inner(*args, **kwargs)
         if torch.is_grad_enabled() and _records_gradients(layer, args, kwargs):
-            _warn_about_gradients(name)
+            warn()
             return inner(*args, **kwargs)
         with records.region(name):
             return compiled(*args, **kwargs)
@@ -205,7 +236,6 @@ def _records_gradients(layer: nn.Module, args: tuple, kwargs: dict[str, Any]) ->
     return any(isinstance(x, torch.Tensor) and x.requires_grad for x in upstream.tree_leaves((args, kwargs)))
 
 
-@functools.cache
 def _warn_about_gradients(name: str) -> None:
     log.warning(
         "%s runs as plain PyTorch: gradients are recorded, and the compiled regions are for inference. Call the model "

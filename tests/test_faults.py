@@ -99,7 +99,7 @@ def test_a_step_that_fails(no_codegen: None, monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize("whole_graph", [False, True])
 @pytest.mark.parametrize(
     "owner, name, call",
-    [(torch, "compile", 2), (accelerate_hooks, "idle_inside", 2), (regions, "_CompiledCallHook", 1)],
+    [(torch, "compile", 2), (accelerate_hooks, "idle_inside", 2), (regions._CompiledCallHook, "__init__", 1)],
 )
 def test_a_model_is_compiled_wholly_or_not_at_all(
     fresh_dynamo: None, monkeypatch: pytest.MonkeyPatch, whole_graph: bool, owner: object, name: str, call: int

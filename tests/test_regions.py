@@ -1,6 +1,9 @@
 """`ple_compile.compile`: every execution of a PLE layer is a compiled one, and the tokens are eager's."""
 
 import copy
+import gc
+import pickle
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -251,7 +254,6 @@ def test_a_mask_of_floats_is_no_weight(no_codegen: None) -> None:
 
 
 def test_gradients_run_as_plain_pytorch(no_codegen: None, caplog: pytest.LogCaptureFixture) -> None:
-    regions._warn_about_gradients.cache_clear()
     model = tiny_model()
     expected = model(prompt(6)).logits
     ple_compile.compile(model)
@@ -265,7 +267,6 @@ def test_gradients_run_as_plain_pytorch(no_codegen: None, caplog: pytest.LogCapt
 @pytest.mark.parametrize("frozen", ["before", "in between"])
 def test_gradients_pass_through_frozen_layers(no_codegen: None, caplog: pytest.LogCaptureFixture, frozen: str) -> None:
     """What is recorded is decided at each call: by the inputs where no parameter of the layer is trained."""
-    regions._warn_about_gradients.cache_clear()
     plain, model = shallow_model(), shallow_model()
     for layer in (plain.model.layers[0].ple, model.model.layers[0].ple):
         layer.requires_grad_(False)
@@ -290,6 +291,57 @@ def test_copies_are_plain_models(no_codegen: None) -> None:
     config._compile_all_devices = True
     settings = dict(cache_implementation="static", compile_config=config)
     assert torch.equal(generate(copy.deepcopy(model), prompt(5), **settings), generate(model, prompt(5), **settings))
+
+
+def pickled(model: torch.nn.Module) -> torch.nn.Module:
+    return pickle.loads(pickle.dumps(model))
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, pickled])
+@torch.no_grad()
+def test_copies_can_be_restored_and_compiled(no_codegen: None, copied: Callable) -> None:
+    model = ple_compile.compile(shallow_model(), whole_graph=False)
+    before = {name: dict(vars(module)) for name, module in model.named_modules()}
+    restored = ple_compile.restore(copied(model))
+    for module in restored.modules():
+        assert not {"forward", "get_compiled_call", "_ple_compile"} & vars(module).keys()
+    compiled = ple_compile.compile(copied(model), indexer=False)
+    assert regions.changes_of(compiled) == [] and all("forward" not in vars(module) for module in compiled.modules())
+    assert ple_compile.compile(copied(model)) is not model and regions.changes_of(model)
+    # The original is as it was.
+    assert {name: dict(vars(module)) for name, module in model.named_modules()} == before
+    ids = prompt(7)
+    assert torch.equal(compiled(ids).logits, restored(ids).logits)
+
+
+def test_restore_of_a_part_of_a_compiled_model_leaves_it(no_codegen: None) -> None:
+    model = ple_compile.compile(shallow_model(), whole_graph=False)
+    before = {name: dict(vars(module)) for name, module in model.named_modules()}
+    ple_compile.restore(model.model)
+    assert {name: dict(vars(module)) for name, module in model.named_modules()} == before
+
+
+@pytest.mark.parametrize("options", [{}, {"indexer": False}, {"whole_graph": True}], ids=str)
+@torch.no_grad()
+def test_a_compiled_model_can_die(no_codegen: None, options: dict) -> None:
+    model = ple_compile.compile(shallow_model(), **options)
+    model(prompt(7))
+    limit = torch._dynamo.config.recompile_limit
+    table = weakref.ref(model.model.layers[0].ple.ple_embedding.ngram_embedding.weight)
+    model = None
+    gc.collect()
+    assert table() is None
+    ple_compile.restore(ple_compile.compile(shallow_model()))
+    assert torch._dynamo.config.recompile_limit < limit
+
+
+def test_each_model_warns_that_gradients_are_recorded(no_codegen: None, caplog: pytest.LogCaptureFixture) -> None:
+    for _ in range(2):
+        model = ple_compile.compile(shallow_model(), whole_graph=False)
+        for _ in range(2):
+            model(prompt(7))
+    warnings = [message for message in caplog.messages if "gradients are recorded" in message]
+    assert len(warnings) == 2
 
 
 def test_restore_after_the_model_was_changed(no_codegen: None) -> None:

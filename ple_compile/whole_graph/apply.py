@@ -47,6 +47,7 @@ class Undo:
             self._steps.pop()()
 
     def _replace(self, module: nn.Module, forward: Callable[..., Any]) -> None:
+        forward.by_ple_compile = True  # type: ignore[attr-defined]
         module.forward = MethodType(forward, module)
         self._steps.append(lambda: delattr(module, "forward"))
 
@@ -211,6 +212,14 @@ def text_models(model: nn.Module) -> list[nn.Module]:
 def has_indexer(texts: list[nn.Module]) -> bool:
     """Whether a layer of these text models selects tokens with a QSA indexer."""
     return any(type(module).__name__ == _INDEXER for text in texts for module in text.modules())
+
+
+def clean_copy(modules: list[nn.Module]) -> None:
+    """Take away the forwards that copies of changed modules have of them; unpickled ones are the class's own."""
+    for module in modules:
+        own = vars(module).get("forward")
+        if getattr(own, "by_ple_compile", False) or own == MethodType(type(module).forward, module):
+            del module.forward
 
 
 def apply(model: nn.Module) -> Undo:
