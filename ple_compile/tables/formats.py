@@ -14,6 +14,8 @@ Scales start as NaN, after `to_empty` from the meta device too, so one that was 
 1.0 (`scales`).
 """
 
+import functools
+import logging
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -22,6 +24,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ple_compile.tables.scales import check_once, check_scale, scales_of
+
+log = logging.getLogger("ple_compile")
 
 E4M3 = torch.float8_e4m3fn
 E4M3_MAX = 448.0
@@ -125,6 +129,10 @@ class QuantizedEmbedding(CheckedScales):
         self.activation_dtype = fn(torch.empty(0, dtype=self.activation_dtype)).dtype
         return super()._apply(without_conversion, recurse)
 
+    def _save_to_state_dict(self, destination: dict, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        _tell_how_to_load(f"{prefix}weight", self.format)
+
     def _load_from_state_dict(
         self,
         state_dict: dict,
@@ -144,6 +152,16 @@ class QuantizedEmbedding(CheckedScales):
 
     def extra_repr(self) -> str:
         return f"{self.num_embeddings}, {self.embedding_dim}, format={self.format}, dtype={self.activation_dtype}"
+
+
+@functools.cache
+def _tell_how_to_load(name: str, format: str) -> None:
+    log.warning(
+        "the state dict holds %s as stored in %s, beside its scales; load it into a table of that format, or by "
+        "ple_compile.load_tables: transformers' from_pretrained takes the stored numbers for the values",
+        name,
+        format,
+    )
 
 
 class FP8Embedding(QuantizedEmbedding):

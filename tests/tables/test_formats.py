@@ -300,3 +300,12 @@ def test_compiles_without_a_graph_break(cls):
     module, _ = quantized(cls)
     ids = torch.randint(0, 64, (2, 3))
     assert torch.equal(torch.compile(module, backend="aot_eager", fullgraph=True)(ids), module(ids))
+
+
+def test_a_state_dict_tells_once_how_it_is_loaded(caplog):
+    formats._tell_how_to_load.cache_clear()
+    model = torch.nn.Sequential(CLASSES[0](16, 32))
+    for _ in range(2):
+        model.state_dict()
+    (message,) = caplog.messages
+    assert "holds 0.weight as stored in fp8" in message and "ple_compile.load_tables" in message
