@@ -59,7 +59,7 @@ class Report:
 
     def _known(self, region: str, graph: GraphReport) -> list[str]:
         """The model's PLE layers; of a function, which has no names for them, those that its graph shows."""
-        return self.layers or [path for part in graph.layer_graphs if (path := _path(region, part.layer))]
+        return self.layers or [path for p in graph.layer_graphs if (path := records.outer_path(region, p.layer))]
 
     def unfused(self) -> list[str]:
         """PLE layers that did not run fused: no compiled graph shows one, or a fusion declined in one that does."""
@@ -189,7 +189,7 @@ def _layer(layers: list[str], region: str, module: str) -> str:
     Where Dynamo compiled a part of the model by itself (after a graph break), paths start in that part: then every
     layer that the path may mean is named.
     """
-    path = _path(region, module)
+    path = records.outer_path(region, module)
     inside = [layer for layer in layers if layer == region or f"{path}.".startswith(f"{layer}.")]
     if inside:
         return max(inside, key=len)
@@ -198,12 +198,6 @@ def _layer(layers: list[str], region: str, module: str) -> str:
     else:
         meant = [layer for layer in layers if _overlaps(layer.split("."), path.split("."))]
     return " or ".join(meant) or path
-
-
-def _path(region: str, module: str) -> str:
-    """A module path of a compiled graph, from the outside: below the region, which Dynamo calls by a local's name."""
-    below = upstream.LOCAL.sub("", f"{module}.").rstrip(".") if region else module
-    return ".".join(filter(None, (region, below)))
 
 
 def _overlaps(layer: list[str], path: list[str]) -> bool:

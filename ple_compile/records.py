@@ -99,7 +99,7 @@ def publish(report: GraphReport) -> None:
         first = event.pass_name not in _warned
         _warned.add(event.pass_name)
         more = "; ple_compile.explain(model, ...) lists every place" if first else ""
-        where = event.layer or event.node
+        where = outer_path(_regions[-1] if _regions else "", event.layer) or event.node
         log.log(
             logging.WARNING if first else logging.INFO,
             "%s declined at %s: %s%s",
@@ -108,6 +108,12 @@ def publish(report: GraphReport) -> None:
             event.reason,
             more,
         )
+
+
+def outer_path(region: str, module: str) -> str:
+    """A module path of a compiled graph, from the outside: below the region, which Dynamo calls by a local's name."""
+    below = upstream.LOCAL.sub("", f"{module}.").rstrip(".") if region else module
+    return ".".join(filter(None, (region, below)))
 
 
 @contextlib.contextmanager

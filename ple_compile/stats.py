@@ -18,8 +18,9 @@ def count_call(**counts: int) -> None:
 def stats() -> dict[str, int]:
     """Counters since import or `reset_stats()`.
 
-    ple_executions: PLE layers run with their PLE ops fused, one per layer and call of a compiled function; replays of
-        a CUDA graph that the user captured around compiled code run no Python and are not counted.
+    ple_executions: PLE layers run with their PLE ops fused (the gate, and no fusion declined), one per layer and call
+        of a compiled function; replays of a CUDA graph that the user captured around compiled code run no Python and
+        are not counted.
     rows_looked_up: rows that those calls looked up in n-gram tables, repeated ones counted each time.
     host_table_bytes: bytes of those rows that lie in page-locked host memory, which the GPU reads over PCIe unless the
         cache of hot rows holds them (shards of a table, of which each rank reads its part, are not counted).

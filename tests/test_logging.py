@@ -68,6 +68,15 @@ def test_a_declined_pass_is_one_warning(caplog: pytest.LogCaptureFixture, monkey
     assert "explain" in caplog.records[0].message
 
 
+def test_a_decline_in_a_region_is_named_from_outside(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(records, "_warned", set())
+    with records.region("model.layers.1.ple"):
+        records.publish(GraphReport([Event("merge_kv_proj", DECLINED, "L['args'][0].norm_conv", "why", "mm")]))
+    assert "declined at model.layers.1.ple.norm_conv: why" in caplog.text
+
+
 def test_inductors_own_switch_leaves_a_pass_out_and_the_report_says_so(no_codegen: None) -> None:
     with records.collect() as calls:
         actual, expected = run_layer(inductor={"disabled_passes": "fuse_gate"})
