@@ -63,8 +63,8 @@ def compile(model: nn.Module, **config: Any) -> nn.Module:
     computes as before. Either way each execution of a PLE layer is a compiled one whatever prompt lengths arrive.
     `generate()` of transformers runs through the regions; where it compiles its decode step by itself (static cache on
     CUDA), that compilation uses this backend too. While gradients are recorded for a region's parameters or inputs it
-    runs as plain PyTorch, with one warning. `state_dict` and `save_pretrained` work as before. A deep copy or a pickle of
-    the model computes the same and is not compiled; with `whole_graph=True`, `restore` it before it is pickled.
+    runs as plain PyTorch, with one warning. `state_dict` and `save_pretrained` work as before. A deep copy or a pickle
+    of the model computes the same and is not compiled; with `whole_graph=True`, `restore` it before it is pickled.
 
     Keyword arguments are the fields of `ple_compile.Config`. Calling it again replaces the earlier configuration.
     While a model is compiled, Dynamo's `recompile_limit` is at least 64 for each model compiled so far, and Dynamo
