@@ -62,7 +62,7 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps({"environment": described, "PLE layer, us": rows}, indent=1))
     else:
-        print(markdown(rows))
+        print(f"microseconds per call of {options.layers} PLE layer(s), medians:\n\n{markdown(rows)}")
     if options.plot is not None:
         figures.draw(rows, WAYS, f"{options.layers} PLE layer(s), hidden {sizes.hidden}", described, options.plot)
     return 0 if all(row["fused"] == options.layers for row in rows) else 1
