@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ple_compile.ops._sizes import cdiv
+
 # Finer than 6 MiB of the largest table.
 BUCKET_BITS = 14
 NUM_BUCKETS = 2**BUCKET_BITS
@@ -31,9 +33,7 @@ def address_order(ids: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
     """Contiguous `ids`, flat and in the order of their rows, and where each of them was, int32."""
     counts = ids.new_zeros(NUM_COUNTS, dtype=torch.int32)
     ranks = ids.new_empty(ids.numel(), dtype=torch.int32)
-    rank_kernel[(triton.cdiv(ids.numel(), _BLOCK),)](
-        ranks, counts, ids, ids.numel(), bucket_shift(num_rows), BLOCK=_BLOCK
-    )
+    rank_kernel[(cdiv(ids.numel(), _BLOCK),)](ranks, counts, ids, ids.numel(), bucket_shift(num_rows), BLOCK=_BLOCK)
     return listed(ids, ranks, counts, num_rows)
 
 
@@ -41,7 +41,7 @@ def listed(ids: Tensor, ranks: Tensor, counts: Tensor, num_rows: int) -> tuple[T
     """The ids that have a rank, in order, and where each was; `counts[-1]` becomes how many they are."""
     positions, ordered = torch.empty_like(ranks), ids.new_empty(ids.numel())
     scan_kernel[(1,)](counts, NUM_BUCKETS=NUM_BUCKETS, num_warps=16)
-    place_kernel[(triton.cdiv(ids.numel(), _BLOCK),)](
+    place_kernel[(cdiv(ids.numel(), _BLOCK),)](
         ordered, positions, counts, ranks, ids, ids.numel(), bucket_shift(num_rows), BLOCK=_BLOCK
     )
     return ordered, positions

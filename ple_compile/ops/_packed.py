@@ -14,6 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ple_compile.ops._sizes import next_power_of_2
+
 INTEGERS = (torch.int32, torch.int64)
 
 
@@ -80,7 +82,7 @@ def load_state(
 
 def search_block(num_requests: int) -> int:
     """Width of `find_request`'s reads."""
-    return min(256, max(16, triton.next_power_of_2(num_requests)))
+    return min(256, max(16, next_power_of_2(num_requests)))
 
 
 def check(name: str, num_tokens: int, query_start_loc: Tensor, **per_request: Tensor | None) -> None:

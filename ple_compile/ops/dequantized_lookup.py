@@ -24,6 +24,7 @@ from torch import Tensor
 from ple_compile.ops import _host_reads, lookup
 from ple_compile.ops._library import define
 from ple_compile.ops._rounding import TRITON_DTYPE
+from ple_compile.ops._sizes import cdiv
 from ple_compile.tables import formats, pinning
 
 GROUP = 16  # values that share one scale in nvfp4
@@ -177,7 +178,7 @@ def launch(*arguments: *Arguments) -> Tensor:
         return rows
     on_host = pinning.is_host_memory(table)
     block, num_warps = (_HOST_BLOCK, _host_reads.NUM_WARPS) if on_host else (_BLOCK, _NUM_WARPS)
-    programs = triton.cdiv(ids.numel() * triton.cdiv(width, PIECE), block)
+    programs = cdiv(ids.numel() * cdiv(width, PIECE), block)
     if on_host:
         programs = min(programs, _host_reads.PROGRAMS)
     counts = (ids.contiguous(), ids.numel(), table.shape[0], programs * block)

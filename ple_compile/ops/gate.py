@@ -24,6 +24,7 @@ from torch import Tensor
 
 from ple_compile.ops._library import define
 from ple_compile.ops._rounding import TRITON_DTYPE, cast, mul_rounded, round_to, to_float32, weighted
+from ple_compile.ops._sizes import cdiv, next_power_of_2
 from ple_compile.ops._sums import lane_sums
 from ple_compile.ops._tiles import load_rows, load_vector, row_offsets, row_parts, vector_size
 
@@ -359,7 +360,7 @@ def launch_gate(
         mask = batched(mask, trailing=0)
     vector = vector_size(key, value, hidden)
     num_warps = num_warps or warps_for(width, vector)
-    gate_kernel[(triton.cdiv(end - begin, rows) * streams,)](
+    gate_kernel[(cdiv(end - begin, rows) * streams,)](
         gated,
         normed,
         scalars,
@@ -396,7 +397,7 @@ def launch_gate(
 
 def warps_for(width: int, vector: int) -> int:
     """The fewest warps whose threads hold a row of key, hidden and value in registers: no exchange between warps."""
-    return min(16, triton.next_power_of_2(triton.cdiv(width, 32 * 10 * vector)))
+    return min(16, next_power_of_2(cdiv(width, 32 * 10 * vector)))
 
 
 def fake(

@@ -19,7 +19,6 @@ import math
 from typing import NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 from ple_compile.ops import gate as gate_op
@@ -27,6 +26,7 @@ from ple_compile.ops import short_conv as short_conv_op
 from ple_compile.ops._gate_conv_kernels import few_tokens_kernel, state_kernel, window_kernel
 from ple_compile.ops._library import define
 from ple_compile.ops._rounding import TRITON_DTYPE
+from ple_compile.ops._sizes import cdiv, next_power_of_2
 from ple_compile.ops._tiles import row_parts, vector_size
 from ple_compile.tuning.table import chosen
 
@@ -212,19 +212,19 @@ def launch_few_tokens(
     kernel = inputs.conv_weight.shape[-1]
     window = 0 if new_state is None else new_state.shape[-1]
     vector = vector_size(key, value, hidden)
-    rows = 1 if seq == 1 else triton.next_power_of_2(kernel)
+    rows = 1 if seq == 1 else next_power_of_2(kernel)
     if given:
-        block, num_warps = min(tuning.step_block, triton.next_power_of_2(width)), tuning.step_warps
+        block, num_warps = min(tuning.step_block, next_power_of_2(width)), tuning.step_warps
     else:
         # At least as many warps as keep a thread's share of the rows in registers, at most one per 128 channels.
-        num_warps = max(tuning.few_warps, triton.next_power_of_2(triton.cdiv(rows * width, 32 * 64)))
-        num_warps = max(1, min(num_warps, triton.next_power_of_2(width) // 128, 16))
+        num_warps = max(tuning.few_warps, next_power_of_2(cdiv(rows * width, 32 * 64)))
+        num_warps = max(1, min(num_warps, next_power_of_2(width) // 128, 16))
         # The scalars are computed by every program of a row: cut rows only as far as the GPU has room for.
-        block = min(512, triton.next_power_of_2(width))
-        while block < width and triton.cdiv(width, block) * streams * batch * seq > tuning.few_programs:
+        block = min(512, next_power_of_2(width))
+        while block < width and cdiv(width, block) * streams * batch * seq > tuning.few_programs:
             block *= 2
     follows = given and depends(out.device, tuning)
-    few_tokens_kernel[(triton.cdiv(width, block) * streams * batch * seq,)](
+    few_tokens_kernel[(cdiv(width, block) * streams * batch * seq,)](
         out,
         new_state if window else None,
         scalars,
@@ -254,7 +254,7 @@ def launch_few_tokens(
         LANES=32 * num_warps,
         PARTS=row_parts(width, 32 * num_warps, vector),
         BLOCK=block,
-        COLUMNS=triton.next_power_of_2(max(1, window - 1)),
+        COLUMNS=next_power_of_2(max(1, window - 1)),
         ADD_HIDDEN=inputs.add_hidden,
         GIVEN=given,
         FOLLOWS=follows,
@@ -271,8 +271,8 @@ def launch_window(inputs: Inputs, out: Tensor, scalars: Tensor, tuning: Tuning) 
     batch, seq, width = value.shape
     streams = out.shape[-1] // width
     # The largest power of two that divides the row, so that no thread idles, unless that is very small.
-    block = min(max(tuning.conv_block // 4, width & -width), tuning.conv_block, triton.next_power_of_2(width))
-    blocks = triton.cdiv(width, block) * streams
+    block = min(max(tuning.conv_block // 4, width & -width), tuning.conv_block, next_power_of_2(width))
+    blocks = cdiv(width, block) * streams
     turns, segments = turns_of(batch, seq, inputs.dilation, tuning.conv_steps, tuning.conv_programs // blocks)
     follows = depends(out.device, tuning)
     window_kernel[(blocks * batch * segments * inputs.dilation,)](
@@ -316,9 +316,9 @@ def aligned(weight: Tensor) -> Tensor:
 
 def turns_of(batch: int, seq: int, dilation: int, steps: int, wanted: int) -> tuple[int, int]:
     """Turns of `steps` tokens per program and programs along a sequence, for about `wanted` in all sequences."""
-    all_turns = triton.cdiv(seq, dilation * steps)
-    turns = triton.cdiv(all_turns, max(1, min(all_turns, wanted // (batch * dilation))))
-    return turns, triton.cdiv(all_turns, turns)
+    all_turns = cdiv(seq, dilation * steps)
+    turns = cdiv(all_turns, max(1, min(all_turns, wanted // (batch * dilation))))
+    return turns, cdiv(all_turns, turns)
 
 
 def launch_state(inputs: Inputs, new_state: Tensor, scalars: Tensor) -> None:
@@ -328,8 +328,8 @@ def launch_state(inputs: Inputs, new_state: Tensor, scalars: Tensor) -> None:
     window = new_state.shape[-1]
     if window == 0:
         return
-    block = min(64, triton.next_power_of_2(width))
-    state_kernel[(triton.cdiv(width, block) * streams * batch,)](
+    block = min(64, next_power_of_2(width))
+    state_kernel[(cdiv(width, block) * streams * batch,)](
         new_state,
         inputs.state,
         scalars,
@@ -345,7 +345,7 @@ def launch_state(inputs: Inputs, new_state: Tensor, scalars: Tensor) -> None:
         STREAMS=streams,
         WIDTH=width,
         WINDOW=window,
-        COLUMNS=triton.next_power_of_2(window),
+        COLUMNS=next_power_of_2(window),
         BLOCK=block,
         GATED=TRITON_DTYPE[inputs.gated_dtype],
         PLAIN=inputs.plain,

@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ple_compile.ops._library import define
+from ple_compile.ops._sizes import cdiv, next_power_of_2
 from ple_compile.sharding.agreement import agree
 
 _BLOCK = 1024
@@ -87,7 +88,7 @@ def launch(
 def counts_fit(ids: Tensor, num_sources: int, max_ids: int, turns: int = _TURNS_BEFORE_ASSERTION) -> Tensor:
     """int32, 1 or 0."""
     fits, turn = ids.new_empty(2, dtype=torch.int32).unbind()
-    block = triton.next_power_of_2(num_sources)
+    block = next_power_of_2(num_sources)
     counts_fit_kernel[(1,)](fits, turn, ids, num_sources, ids.numel() // num_sources, max_ids, turns, BLOCK=block)
     return fits
 
@@ -97,7 +98,7 @@ def locate(ids: Tensor, num_sources: int, counted: bool, first_row: int, num_row
     local = torch.empty(num_ids, dtype=torch.int64, device=ids.device)
     mine = torch.empty(num_ids, dtype=torch.bool, device=ids.device)
     if num_ids:
-        local_ids_kernel[(triton.cdiv(num_ids, _BLOCK),)](
+        local_ids_kernel[(cdiv(num_ids, _BLOCK),)](
             local, mine, ids, num_ids, num_ids // num_sources, first_row, num_rows, COUNTED=int(counted), BLOCK=_BLOCK
         )
     return local, mine

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from ple_compile.ops import _address_order, _host_reads
 from ple_compile.ops._library import define
+from ple_compile.ops._sizes import cdiv, next_power_of_2
 from ple_compile.ops._words import in_words, word_type
 from ple_compile.tables import hot_rows, pinning
 from ple_compile.tuning.table import chosen
@@ -118,9 +119,9 @@ def prepared(rows: Tensor, table: Tensor, ids: Tensor) -> _host_reads.Gather:
 def run(rows: Tensor, table: Tensor, ids: Tensor, choices: Choices, positions: Tensor | None = None) -> None:
     word = word_type(table)
     row_words = in_words(table.shape[1], table, word)
-    block_words = triton.next_power_of_2(row_words)
+    block_words = next_power_of_2(row_words)
     block_rows = max(1, min(choices.most_rows, choices.tile_words // block_words))
-    programs = min(choices.programs, triton.cdiv(ids.numel(), block_rows))
+    programs = min(choices.programs, cdiv(ids.numel(), block_rows))
     lookup_kernel[(programs,)](
         rows,
         table,

@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ple_compile.ops._library import define
+from ple_compile.ops._sizes import cdiv, next_power_of_2
 from ple_compile.tuning.table import chosen
 
 
@@ -154,7 +155,7 @@ def run(
     if ids.numel() == 0:
         return ids
     ngram, heads = multipliers.numel(), sizes.numel() // (multipliers.numel() - 1)
-    ngram_ids_kernel[(triton.cdiv(batch * seq, choices.block),)](
+    ngram_ids_kernel[(cdiv(batch * seq, choices.block),)](
         ids,
         tokens,
         tokens if context is None else context,
@@ -171,7 +172,7 @@ def run(
         0 if context is None else context.stride(1),
         NGRAM=ngram,
         HEADS=heads,
-        HEADS_PADDED=triton.next_power_of_2(heads),
+        HEADS_PADDED=next_power_of_2(heads),
         BLOCK=choices.block,
         num_warps=choices.num_warps,
     )

@@ -18,6 +18,7 @@ from torch import Tensor
 from ple_compile.ops import lookup as lookup_op
 from ple_compile.ops import ngram_ids as ids_op
 from ple_compile.ops._library import define
+from ple_compile.ops._sizes import cdiv, next_power_of_2
 from ple_compile.ops._words import in_words, word_type
 from ple_compile.tables import pinning
 from ple_compile.tuning.table import chosen
@@ -174,7 +175,7 @@ def run(
     word = word_type(table)
     row_words = in_words(table.shape[1], table, word)
     block_rows = choices.many_rows if num_ids >= 512 * choices.many_rows else choices.few_rows
-    ngram_lookup_kernel[(triton.cdiv(num_ids, block_rows),)](
+    ngram_lookup_kernel[(cdiv(num_ids, block_rows),)](
         rows,
         table,
         tokens,
@@ -195,7 +196,7 @@ def run(
         ROW_WORDS=row_words,
         ROW_STRIDE=in_words(table.stride(0), table, word),
         BLOCK_ROWS=block_rows,
-        BLOCK_WORDS=triton.next_power_of_2(row_words),
+        BLOCK_WORDS=next_power_of_2(row_words),
         num_warps=choices.num_warps,
     )
     return rows

@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ple_compile.ops._library import define
+from ple_compile.ops._sizes import cdiv
 from ple_compile.sharding.agreement import agree
 
 _BLOCK = 1024
@@ -47,9 +48,7 @@ def pack(ids: Tensor, num_ids: int, counted: bool) -> Tensor:
     total = num_ids + int(counted)
     packed = torch.empty(total, dtype=torch.int64, device=ids.device)
     if total:
-        pack_ids_kernel[(triton.cdiv(total, _BLOCK),)](
-            packed, ids, ids.numel(), total, COUNTED=int(counted), BLOCK=_BLOCK
-        )
+        pack_ids_kernel[(cdiv(total, _BLOCK),)](packed, ids, ids.numel(), total, COUNTED=int(counted), BLOCK=_BLOCK)
     return packed
 
 

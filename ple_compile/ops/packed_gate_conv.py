@@ -18,7 +18,6 @@ import math
 from typing import NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 from ple_compile.ops import _packed
@@ -28,6 +27,7 @@ from ple_compile.ops._library import define
 from ple_compile.ops._packed import Requests
 from ple_compile.ops._packed_gate_conv_kernels import columns_kernel, decode_kernel, window_kernel
 from ple_compile.ops._rounding import TRITON_DTYPE
+from ple_compile.ops._sizes import cdiv, next_power_of_2
 from ple_compile.ops._tiles import row_parts, vector_size
 from ple_compile.ops.gate_conv import Tuning, aligned, depends, empty_scalars, tuned, turns_of
 
@@ -147,15 +147,15 @@ def launch_decode(inputs: Inputs, out: Tensor, scalars: Tensor, tuning: Tuning, 
     tokens, width = inputs.value.shape
     streams = out.shape[1] // width
     if given:
-        block, num_warps = min(tuning.step_block, triton.next_power_of_2(width)), tuning.step_warps
+        block, num_warps = min(tuning.step_block, next_power_of_2(width)), tuning.step_warps
     else:
-        num_warps = max(1, min(tuning.few_warps, triton.next_power_of_2(width) // 128))
+        num_warps = max(1, min(tuning.few_warps, next_power_of_2(width) // 128))
         # The scalars are computed by every program of a row: cut rows only as far as the GPU has room for.
-        block = min(512, triton.next_power_of_2(width))
-        while block < width and triton.cdiv(width, block) * streams * tokens > tuning.few_programs:
+        block = min(512, next_power_of_2(width))
+        while block < width and cdiv(width, block) * streams * tokens > tuning.few_programs:
             block *= 2
     follows = given and depends(out.device, tuning)
-    decode_kernel[(triton.cdiv(width, block) * streams * tokens,)](
+    decode_kernel[(cdiv(width, block) * streams * tokens,)](
         out,
         scalars,
         *inputs[:3],
@@ -175,7 +175,7 @@ def launch_decode(inputs: Inputs, out: Tensor, scalars: Tensor, tuning: Tuning, 
         KERNEL=inputs.conv_weight.shape[-1],
         DILATION=inputs.dilation,
         WINDOW=inputs.pool.shape[-1],
-        COLUMNS=triton.next_power_of_2(max(1, inputs.reach - 1)),
+        COLUMNS=next_power_of_2(max(1, inputs.reach - 1)),
         LANES=32 * num_warps,
         PARTS=row_parts(width, 32 * num_warps, vector_size(*inputs[:3])),
         BLOCK=block,
@@ -193,8 +193,8 @@ def launch_window(inputs: Inputs, out: Tensor, scalars: Tensor, tuning: Tuning) 
     tokens, width = inputs.value.shape
     streams = out.shape[1] // width
     # The largest power of two that divides the row, so that no thread idles, unless that is very small.
-    block = min(max(tuning.conv_block // 4, width & -width), tuning.conv_block, triton.next_power_of_2(width))
-    blocks = triton.cdiv(width, block) * streams
+    block = min(max(tuning.conv_block // 4, width & -width), tuning.conv_block, next_power_of_2(width))
+    blocks = cdiv(width, block) * streams
     turns, segments = turns_of(1, tokens, inputs.dilation, tuning.conv_steps, tuning.conv_programs // blocks)
     follows = depends(out.device, tuning)
     window_kernel[(blocks * segments * inputs.dilation,)](
@@ -236,8 +236,8 @@ def launch_columns(inputs: Inputs, new: Tensor, scalars: Tensor, boundaries: Ten
     count = inputs.requests.num_requests if boundaries is None else boundaries.shape[0]
     if count == 0:
         return
-    block = min(64, triton.next_power_of_2(width))
-    columns_kernel[(triton.cdiv(width, block) * streams * count,)](
+    block = min(64, next_power_of_2(width))
+    columns_kernel[(cdiv(width, block) * streams * count,)](
         new,
         inputs.pool,
         scalars,
@@ -255,7 +255,7 @@ def launch_columns(inputs: Inputs, new: Tensor, scalars: Tensor, boundaries: Ten
         WIDTH=width,
         REACH=inputs.reach,
         WINDOW=new.shape[-1],
-        COLUMNS=triton.next_power_of_2(new.shape[-1]),
+        COLUMNS=next_power_of_2(new.shape[-1]),
         SPARE=inputs.pool.shape[-1] - inputs.reach,
         BLOCK=block,
         REQUESTS=_packed.search_block(inputs.requests.num_requests),

@@ -18,6 +18,7 @@ from torch import Tensor
 from ple_compile.ops import _packed
 from ple_compile.ops import ngram_ids as padded
 from ple_compile.ops._library import define
+from ple_compile.ops._sizes import cdiv, next_power_of_2
 
 
 def reference(
@@ -125,7 +126,7 @@ def launch(
     ngram, heads = multipliers.numel(), sizes.numel() // (multipliers.numel() - 1)
     requests = query_start_loc.shape[0] - 1
     block = 8
-    packed_ngram_ids_kernel[(triton.cdiv(tokens.shape[0], block),)](
+    packed_ngram_ids_kernel[(cdiv(tokens.shape[0], block),)](
         ids,
         tokens,
         query_start_loc,
@@ -141,7 +142,7 @@ def launch(
         *context.stride(),
         NGRAM=ngram,
         HEADS=heads,
-        HEADS_PADDED=triton.next_power_of_2(sizes.numel()),
+        HEADS_PADDED=next_power_of_2(sizes.numel()),
         BLOCK=block,
         REQUESTS=_packed.search_block(requests),
         num_warps=4,

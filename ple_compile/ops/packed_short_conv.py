@@ -20,6 +20,7 @@ from ple_compile.ops import _packed
 from ple_compile.ops._library import define
 from ple_compile.ops._packed import Requests, find_request, load_state
 from ple_compile.ops._rounding import cast, round_to, silu, to_float32
+from ple_compile.ops._sizes import cdiv, next_power_of_2
 from ple_compile.ops._tiles import when
 from ple_compile.ops.short_conv import load_taps
 
@@ -162,8 +163,8 @@ def launch(x: Tensor, weight: Tensor, pool: Tensor, *indices_and_dilation) -> Te
         return y
     tokens, channels = x.shape
     kernel = weight.shape[-1]
-    block = min(512, triton.next_power_of_2(channels))
-    packed_short_conv_kernel[(triton.cdiv(channels, block) * tokens,)](
+    block = min(512, next_power_of_2(channels))
+    packed_short_conv_kernel[(cdiv(channels, block) * tokens,)](
         y,
         x,
         weight.contiguous(),

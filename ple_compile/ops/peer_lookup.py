@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ple_compile.ops._library import define
+from ple_compile.ops._sizes import cdiv, next_power_of_2
 from ple_compile.sharding.agreement import agree
 
 _TILE_WORDS = 1024
@@ -67,9 +68,9 @@ def gather(shard: Tensor, ids: Tensor, peers: Tensor, num_rows: int) -> Tensor:
     row_bytes = shard.shape[1] * shard.element_size()
     word = next(w for w in (tl.int64, tl.int32, tl.int16, tl.int8) if row_bytes % (w.primitive_bitwidth // 8) == 0)
     row_words = row_bytes // (word.primitive_bitwidth // 8)
-    block_words = triton.next_power_of_2(row_words)
+    block_words = next_power_of_2(row_words)
     block_rows = max(1, min(16, _TILE_WORDS // block_words))
-    peer_lookup_kernel[(triton.cdiv(ids.numel(), block_rows),)](
+    peer_lookup_kernel[(cdiv(ids.numel(), block_rows),)](
         rows,
         peers,
         ids,

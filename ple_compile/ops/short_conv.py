@@ -21,6 +21,7 @@ from torch import Tensor
 
 from ple_compile.ops._library import define
 from ple_compile.ops._rounding import cast, round_to, silu, to_float32
+from ple_compile.ops._sizes import cdiv, next_power_of_2
 from ple_compile.ops._tiles import when
 from ple_compile.tuning.table import chosen
 
@@ -158,9 +159,9 @@ def short_conv_kernel(
 
 def chains(batch: int, tokens: int, dilation: int, wanted: int) -> tuple[int, int]:
     """Segments per sequence and steps per chain, for about `wanted` chains (one per batch, segment and residue)."""
-    segments = max(1, min(wanted // (batch * dilation), triton.cdiv(tokens, dilation)))
-    steps = triton.cdiv(tokens, dilation * segments)
-    return triton.cdiv(tokens, dilation * steps), steps
+    segments = max(1, min(wanted // (batch * dilation), cdiv(tokens, dilation)))
+    steps = cdiv(tokens, dilation * segments)
+    return cdiv(tokens, dilation * steps), steps
 
 
 class Choices(NamedTuple):
@@ -184,8 +185,8 @@ def run(x: Tensor, weight: Tensor, state: Tensor | None, dilation: int, choices:
     if y.numel() == 0:
         return y
     batch, seq, width = x.shape
-    block = min(choices.block, triton.next_power_of_2(width))
-    blocks = triton.cdiv(width, block)
+    block = min(choices.block, next_power_of_2(width))
+    blocks = cdiv(width, block)
     segments, steps = chains(batch, seq, dilation, wanted=choices.chains // blocks)
     short_conv_kernel[(blocks * batch * segments * dilation,)](
         y,

@@ -34,6 +34,7 @@ from torch import Tensor
 
 from ple_compile.ops import _address_order, _host_reads
 from ple_compile.ops._address_order import UNLISTED, bucket_of
+from ple_compile.ops._sizes import cdiv, next_power_of_2
 from ple_compile.ops._words import in_words, word_type
 
 WAYS = tl.constexpr(8)
@@ -136,16 +137,16 @@ class HotRows:
 
     def _prepared(self, rows: Tensor, table: Tensor, ids: Tensor) -> _host_reads.Gather:
         num_ids, num_rows = ids.numel(), table.shape[0]
-        num_cells = triton.next_power_of_2(2 * num_ids)
+        num_cells = next_power_of_2(2 * num_ids)
         num_counts = _address_order.NUM_COUNTS
         cleared = ids.new_empty(num_counts + num_cells + _IDLE_CELLS.value, dtype=torch.int32)
         counts, election = cleared[:num_counts], cleared[num_counts:]
         header = ids.new_empty(2, dtype=torch.int32)  # this lookup has the cache, batch number
         source, claim, ranks = (ids.new_empty(num_ids, dtype=torch.int32) for _ in range(3))
 
-        prepare_kernel[(triton.cdiv(cleared.numel(), 1024),)](cleared, header, self._state, cleared.numel(), BLOCK=1024)
+        prepare_kernel[(cdiv(cleared.numel(), 1024),)](cleared, header, self._state, cleared.numel(), BLOCK=1024)
         # As many ids as threads, so that no two threads hold the same lane of a compare-and-swap.
-        probe_kernel[(triton.cdiv(num_ids, _IDLE_CELLS.value),)](
+        probe_kernel[(cdiv(num_ids, _IDLE_CELLS.value),)](
             source,
             claim,
             ranks,
@@ -166,7 +167,7 @@ class HotRows:
 
         word = word_type(table)
         row_words = in_words(table.shape[1], table, word)
-        block_words = triton.next_power_of_2(row_words)
+        block_words = next_power_of_2(row_words)
         block_rows = max(1, min(_host_reads.MOST_ROWS, _host_reads.TILE_WORDS // block_words))
         tile = dict(
             WORD=word,
@@ -175,7 +176,7 @@ class HotRows:
             BLOCK_WORDS=block_words,
             num_warps=_host_reads.NUM_WARPS,
         )
-        blocks = triton.cdiv(num_ids, block_rows)
+        blocks = cdiv(num_ids, block_rows)
         host = min(_host_reads.PROGRAMS, blocks)
         stride = in_words(table.stride(0), table, word)
         hits_kernel[(blocks,)](rows, self.rows, source, num_ids, **tile)
