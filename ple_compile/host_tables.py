@@ -156,13 +156,16 @@ def _looks_up(node: Any, table: Any) -> bool:
 
 def _is_gathered(table: Any) -> bool:
     """Whether rows of a table, or of a part of it, are picked by a tensor."""
+    if _traced(table).layout != torch.strided:
+        return False
     views = [user for user in table.users if _is_view(user, table)]
     return any(_gathers(user, table) for user in table.users) or any(_is_gathered(view) for view in views)
 
 
 def _is_view(node: Any, of: Any) -> bool:
     seen = node.meta.get("example_value")
-    return isinstance(seen, Tensor) and storage_of(seen) == storage_of(_traced(of))
+    dense = isinstance(seen, Tensor) and seen.layout == torch.strided
+    return dense and storage_of(seen) == storage_of(_traced(of))
 
 
 def _gathers(node: Any, table: Any) -> bool:

@@ -136,6 +136,16 @@ def test_a_graph_without_a_gpu_is_no_warning(call: Callable, fake_mode: None, ca
     assert count == 0 and "table" not in caplog.text
 
 
+def test_a_sparse_matrix_is_no_table(fake_mode: None) -> None:
+    with torch.no_grad():
+        sparse = torch.sparse_coo_tensor(on("cpu", 2, 4, dtype=torch.int64), on("cpu", 4), (9, 9))
+    graph = torch.fx.Graph()
+    node = graph.placeholder("t")
+    node.meta["example_value"] = sparse
+    graph.call_function(torch.mul, (node, 2)).meta["example_value"] = sparse
+    assert host_tables._host_lookups(node, sparse) == []
+
+
 MOVES = {
     "ids moved": lambda i: i.to("cpu"),
     "ids moved and widened": lambda i: i.short().cpu().long(),
