@@ -30,7 +30,8 @@ class Config:
     offload: page-lock a table that lies in pageable host memory when it is met; otherwise such a table is looked up on
         the CPU, with one warning. `ple_compile.offload_tables` does it beforehand.
     etp_lowering: "auto", "all_reduce", "reduce_scatter", "all_to_all" or "peer".
-    etp_max_tokens: the most tokens that a rank looks up in one step; more is an error on every rank.
+    etp_max_tokens: the most tokens that a rank looks up in one step, where ranks have tokens of their own and the
+        lowering pads them ("all_reduce", "reduce_scatter"); more is an error on every rank. The same on all ranks.
     mode: Inductor's mode ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs").
         It is a field because `torch.compile` refuses `mode` and `options` together.
     debug: check on the host that the ids of fused lookups in host and quantised tables lie inside the table, and that

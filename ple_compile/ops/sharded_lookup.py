@@ -30,9 +30,10 @@ def run(shard: Tensor, ids: Tensor, peers: Tensor | None, *fields: int | str) ->
     if not _upstream.supports(group, ids.device):
         # A plain model brings its ids to a host table; the collectives of its group run on the device.
         return run(shard, ids.to("cuda"), peers, *fields).to(ids.device)
-    agree(layout.group, lowerings.describe("eager", layout))
+    what = lowerings.describe("eager", layout)
+    agree(layout.group, what)
     max_tokens = 1 if layout.num_sources == 1 else _largest(ids, layout)
-    return lowerings.all_reduce(shard, ids, peers, layout, max_tokens, name="eager")
+    return lowerings.all_reduce(shard, ids, peers, layout, max_tokens, what)
 
 
 def _largest(ids: Tensor, layout: Layout) -> int:

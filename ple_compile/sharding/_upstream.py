@@ -11,6 +11,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
+# DistributedDataParallel leaves the parameters alone that the module it is given names here.
+IGNORED_BY_DDP = "_ddp_params_and_buffers_to_ignore"
+
 
 def resolve_group(name: str) -> dist.ProcessGroup:
     return distributed_c10d._resolve_process_group(distributed_c10d.GroupName(name))
@@ -21,8 +24,14 @@ def store_of(group: dist.ProcessGroup) -> dist.Store:
     return distributed_c10d._get_process_group_store(group)
 
 
+def world() -> dist.ProcessGroup:
+    """The group of all ranks."""
+    return distributed_c10d._get_default_group()
+
+
 def timeout_of(group: dist.ProcessGroup) -> timedelta:
-    return group._get_backend(group._device_types[0]).options._timeout
+    """The group's, or that of all ranks where it is shorter: the axes of a DeviceMesh have PyTorch's default."""
+    return min(g._get_backend(g._device_types[0]).options._timeout for g in (group, world()))
 
 
 def supports(group: dist.ProcessGroup, device: torch.device) -> bool:

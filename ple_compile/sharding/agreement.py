@@ -9,16 +9,19 @@ the same way (`succeeding_together`).
 
 import contextlib
 import weakref
+from collections import Counter
 from collections.abc import Iterator
+from datetime import timedelta
 
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from ple_compile.sharding import _upstream
 
 # What each group has agreed on, in order. The order is the same on every rank, since each runs the same program.
 _AGREED: "weakref.WeakKeyDictionary[dist.ProcessGroup, list[str]]" = weakref.WeakKeyDictionary()
-# How many blocks each group has begun together.
-_BLOCKS: "weakref.WeakKeyDictionary[dist.ProcessGroup, int]" = weakref.WeakKeyDictionary()
+# How many blocks the ranks of each mesh have begun together, by the process group that holds them all.
+_BLOCKS: "weakref.WeakKeyDictionary[dist.ProcessGroup, Counter[str]]" = weakref.WeakKeyDictionary()
 _DONE = "done"
 
 
@@ -37,34 +40,43 @@ def agree(group_name: str, what: str) -> None:
 
 
 @contextlib.contextmanager
-def succeeding_together(group: dist.ProcessGroup | None, what: str) -> Iterator[None]:
-    """A block that ends without an error on every rank of the group or on none; without a group, on this one.
+def succeeding_together(mesh: DeviceMesh | None, what: str) -> Iterator[list[str]]:
+    """A block that ends without an error on every rank of the mesh or on none; without a mesh, on this one.
 
-    A rank that fails says so and raises at once; one that does not waits for the others, no longer than the group's
-    timeout, and raises ValueError where one has failed.
+    A rank that fails says so and raises at once; one that does not waits for the others, no longer than the timeout of
+    the group of all ranks, and raises ValueError where one has failed, or has put other facts into the list.
     """
-    if group is None or dist.get_backend(group) == "fake":
-        yield
+    facts: list[str] = []
+    if mesh is None or dist.get_backend() == "fake":
+        yield facts
         return
-    number = _BLOCKS.get(group, 0)
-    _BLOCKS[group] = number + 1
-    store, keys = _upstream.store_of(group), [f"ple_compile/together/{number}/{rank}" for rank in range(group.size())]
+    group, ranks = _upstream.world(), mesh.mesh.flatten().tolist()
+    counts = _BLOCKS.setdefault(group, Counter())
+    place = f"ple_compile/together/{'-'.join(map(str, ranks))}"
+    keys = [f"{place}/{counts[place]}/{rank}" for rank in ranks]
+    counts[place] += 1
+    store, mine = _upstream.store_of(group), keys[ranks.index(dist.get_rank())]
     try:
-        yield
+        yield facts
     except BaseException as error:
-        store.set(keys[group.rank()], f"{type(error).__name__}: {error}")
+        store.set(mine, f"{type(error).__name__}: {error}")
         raise
-    store.set(keys[group.rank()], _DONE)
-    said = _heard(group, keys, what)
-    failed = [rank for rank, text in enumerate(said) if text != _DONE]
+    store.set(mine, "\n".join([_DONE, *facts]))
+    said = dict(zip(ranks, _heard(store, keys, ranks, what, _upstream.timeout_of(group))))
+    failed = [rank for rank, text in said.items() if text.partition("\n")[0] != _DONE]
     if failed:
         raise ValueError(f"{what}: rank {failed[0]} failed, so this one has stopped too: {said[failed[0]]}")
+    if len(set(said.values())) > 1:
+        lines = "\n".join(f"  rank {rank}: {', '.join(text.splitlines()[1:])}" for rank, text in said.items())
+        raise ValueError(f"{what}: the ranks have different tables, or asked for different things:\n{lines}")
 
 
 def _exchange(group: dist.ProcessGroup, step: int, what: str) -> None:
-    keys = [f"ple_compile/agree/{step}/{rank}" for rank in range(group.size())]
-    _upstream.store_of(group).set(keys[group.rank()], what)
-    said = _heard(group, keys, what)
+    ranks = list(range(group.size()))
+    keys = [f"ple_compile/agree/{step}/{rank}" for rank in ranks]
+    store = _upstream.store_of(group)
+    store.set(keys[group.rank()], what)
+    said = _heard(store, keys, ranks, what, _upstream.timeout_of(group))
     if len(set(said)) > 1:
         lines = "\n".join(f"  rank {rank}: {text}" for rank, text in enumerate(said))
         raise RuntimeError(
@@ -73,13 +85,12 @@ def _exchange(group: dist.ProcessGroup, step: int, what: str) -> None:
         )
 
 
-def _heard(group: dist.ProcessGroup, keys: list[str], what: str) -> list[str]:
+def _heard(store: dist.Store, keys: list[str], ranks: list[int], what: str, timeout: timedelta) -> list[str]:
     """What each rank says under its key, once all have."""
-    store = _upstream.store_of(group)
     try:
-        store.wait(keys, _upstream.timeout_of(group))
+        store.wait(keys, timeout)
     except RuntimeError as error:
-        missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
+        missing = [rank for rank, key in zip(ranks, keys) if not store.check([key])]
         raise RuntimeError(
             f"{what}: ranks {missing} of the group did not come within its timeout. Either they have ended, or they do "
             "something else: call the same functions on every rank, and compile with the same options"

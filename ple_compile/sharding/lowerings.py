@@ -30,9 +30,9 @@ c10d = torch.ops._c10d_functional
 
 
 def all_reduce(
-    shard: Tensor, ids: Tensor, peers: Tensor | None, layout: Layout, max_tokens: int, name: str = "all_reduce"
+    shard: Tensor, ids: Tensor, peers: Tensor | None, layout: Layout, max_tokens: int, what: str = ""
 ) -> Tensor:
-    what = describe(name, layout)
+    what = what or describe("all_reduce", layout, max_tokens)
     if layout.num_sources == 1:
         words = _own_words(shard, ids.reshape(-1), layout, 0, what)
         first = 0
@@ -49,7 +49,7 @@ def all_reduce(
 
 def reduce_scatter(shard: Tensor, ids: Tensor, peers: Tensor | None, layout: Layout, max_tokens: int) -> Tensor:
     """Every rank receives the sum of its copy's share of the tokens; copies then exchange their shares."""
-    what = describe("reduce_scatter", layout)
+    what = describe("reduce_scatter", layout, max_tokens)
     heads, copies = ids.shape[-1], layout.num_copies
     if layout.num_sources == 1:
         share, limit = ids.numel() // heads // copies + 1, 0
@@ -86,9 +86,10 @@ LOWERINGS: dict[str, Callable[[Tensor, Tensor, Tensor | None, Layout, int], Tens
 }
 
 
-def describe(name: str, layout: Layout) -> str:
-    """What a rank is about to do, in words that are the same on every rank."""
-    return f"{name} lookup of {layout.table}"
+def describe(name: str, layout: Layout, max_tokens: int | None = None) -> str:
+    """What a rank is about to do, in words that are the same on every rank. `max_tokens`: the size of the buffers."""
+    padded = f", up to {max_tokens} tokens" if max_tokens is not None and layout.num_sources > 1 else ""
+    return f"{name} lookup of {layout.table}{padded}"
 
 
 def _gather_ids(ids: Tensor, layout: Layout, size: int, what: str) -> Tensor:

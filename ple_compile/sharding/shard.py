@@ -7,6 +7,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from ple_compile.sharding import _upstream
+from ple_compile.sharding.agreement import succeeding_together
 from ple_compile.sharding.embedding import ShardedLookup, reaches_lookup, sharded_class
 from ple_compile.sharding.shared_host import empty_shared, node_name
 from ple_compile.sharding.topology import Layout, Sharding
@@ -35,17 +36,39 @@ def shard_tables(
 
     The ranks of the last axis look up the same ids unless `same_tokens` is False; see
     `ple_compile.sharding.topology.Sharding` for what the settings mean together. The table is frozen. Afterwards, all
-    ranks must run every lookup, with zero tokens if they have none; and nobody may change the table while others look
-    rows up (after loading, call `torch.distributed.barrier()`).
+    ranks must run every lookup, with a token of padding where they have nothing to do; and nobody may change the table
+    while others look rows up (after loading, call `torch.distributed.barrier()`). DistributedDataParallel around the
+    model leaves the shards alone; `fully_shard` needs them in `ignored_params`.
 
     Raises ValueError for axes that the mesh does not have or has in another order, for `host` or `share_host` where
     they mean nothing, for a model without an n-gram table, and for a table that cannot be split by rows: one that is
-    sharded or offloaded already, has `max_norm`, or is looked up by other means than `nn.Embedding.forward`. Whatever
-    is raised, the model is as it was.
+    sharded or offloaded already, has `max_norm`, or is looked up by other means than `nn.Embedding.forward`. Where one
+    rank of the mesh raises, or ranks have other tables or settings than this one, all raise. Whatever is raised, the
+    model is as it was.
     """
-    sharding = Sharding(axis=axis, same_tokens=same_tokens, host=host, share_host=share_host)
+    if not isinstance(mesh, DeviceMesh):
+        raise ValueError(f"shard_tables: mesh is a {type(mesh).__name__}; pass a torch.distributed DeviceMesh")
+    with succeeding_together(mesh, "shard_tables") as facts:
+        sharding = Sharding(axis=axis, same_tokens=same_tokens, host=host, share_host=share_host)
+        tables = _checked(model, mesh, sharding)
+        facts += [f"{sharding} on a mesh of {dict(zip(mesh.mesh_dim_names or (), mesh.mesh.shape))}"]
+        facts += [f"{table.name} {tuple(table.weight.shape)} {table.weight.dtype}" for table in tables]
+    shards: dict[int, _Shard] = {}
+    for table in tables:
+        weight = table.weight
+        if id(weight) not in shards:
+            shards[id(weight)] = _Shard(table, mesh, sharding)
+    # A table is let go of when every one has its shard: whatever fails before, the model is as it was.
+    for table, shard in [(table, shards[id(table.weight)]) for table in tables]:
+        shard.install(table.embedding)
+    _leave_to_us(model, tables)
+    return [table.name for table in tables]
+
+
+def _checked(model: nn.Module, mesh: DeviceMesh, sharding: Sharding) -> list[Table]:
+    """The model's tables, all of which can be sharded in this way."""
     sharding.check(mesh)
-    if host and not pinning.available():
+    if sharding.host and not pinning.available():
         raise ValueError("shard_tables: host=True page-locks memory for a CUDA device, and there is none")
     tables = find_tables(model)
     if not tables:
@@ -55,15 +78,16 @@ def shard_tables(
         )
     for table in tables:
         _check(table)
-    shards: dict[int, _Shard] = {}
+    return tables
+
+
+def _leave_to_us(model: nn.Module, tables: list[Table]) -> None:
+    """Keep DistributedDataParallel from giving every rank the shards, and their addresses, of the first one."""
+    ignored = list(getattr(model, _upstream.IGNORED_BY_DDP, ()))
     for table in tables:
-        weight = table.weight
-        if id(weight) not in shards:
-            shards[id(weight)] = _Shard(table, mesh, sharding)
-    # A table is let go of when every one has its shard: whatever fails before, the model is as it was.
-    for table, shard in [(table, shards[id(table.weight)]) for table in tables]:
-        shard.install(table.embedding)
-    return [table.name for table in tables]
+        path = table.name.removesuffix("weight")
+        ignored += [name for name in (table.name, f"{path}peers") if name not in ignored]
+    setattr(model, _upstream.IGNORED_BY_DDP, ignored)
 
 
 class _Shard:

@@ -75,6 +75,8 @@ class Sharding:
     share_host: bool = False
 
     def __post_init__(self) -> None:
+        if not isinstance(self.axis, (str, tuple)) or not all(isinstance(axis, str) for axis in self.axes):
+            raise ValueError(f"shard_tables: axis is {self.axis!r}; name one mesh axis, or two as in ('dp', 'tp')")
         if not 1 <= len(self.axes) <= 2 or len(set(self.axes)) != len(self.axes):
             raise ValueError(f"shard_tables: axis is {self.axis!r}; name one mesh axis, or two as in ('dp', 'tp')")
         if self.share_host and not self.host:
@@ -88,6 +90,8 @@ class Sharding:
 
     def check(self, mesh: DeviceMesh) -> None:
         names = mesh.mesh_dim_names or ()
+        if not names:
+            raise ValueError("shard_tables: the mesh's axes have no names; give it mesh_dim_names, as ('dp', 'tp')")
         for axis in self.axes:
             if axis not in names:
                 raise ValueError(f"shard_tables: axis {axis!r} is none of the mesh's, which are {names}")

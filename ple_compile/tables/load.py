@@ -28,7 +28,6 @@ from ple_compile.tables.scales import check_scale, check_scale_blocks
 from ple_compile.tables.tensor_file import StoredTensor, read_rows
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
 log = logging.getLogger(__name__)
@@ -59,10 +58,11 @@ def load_tables(
     a file that cannot be read to its end, and a number beyond the range of the model's type, which is a ValueError too,
     leave memory that was there before filled in part.
     """
-    group = _ranks(mesh)
-    with succeeding_together(group, "load_tables"):
+    with succeeding_together(mesh, "load_tables"):
         tied, stored = _find(model, Path(checkpoint_dir), format, mesh is not None)
-    with put_back_on_failure(model), succeeding_together(group, "load_tables"):
+        if mesh is not None:
+            _check_axis(model, mesh)
+    with put_back_on_failure(model), succeeding_together(mesh, "load_tables"):
         for tables, found in zip(tied, stored):
             _prepare(model, tables, found, format, mesh is not None)
         if mesh is not None:
@@ -74,12 +74,6 @@ def load_tables(
             elif format != "mmap":
                 _fill_table(model, current[tables[0].name], found)
     return list(current)
-
-
-def _ranks(mesh: "DeviceMesh | None") -> "ProcessGroup | None":
-    """Those that the tables are sharded over."""
-    named = mesh is not None and _AXIS in (mesh.mesh_dim_names or ())
-    return mesh.get_group(_AXIS) if mesh is not None and named else None
 
 
 def _find(
@@ -185,10 +179,22 @@ def _fits(embedding: nn.Embedding, cls: type[QuantizedEmbedding]) -> bool:
     return parameters.keys() == spec.keys() and weight.dtype == spec["weight"][0]
 
 
+def _is_sharded(model: nn.Module) -> bool:
+    return all(hasattr(table.embedding, "layout") for table in find_tables(model))
+
+
+def _check_axis(model: nn.Module, mesh: "DeviceMesh") -> None:
+    if not _is_sharded(model) and _AXIS not in (mesh.mesh_dim_names or ()):
+        raise ValueError(
+            f"load_tables: tables are sharded over the mesh's axis {_AXIS!r}, and it has {mesh.mesh_dim_names}; call "
+            "shard_tables(model, mesh, axis) first, with the tables on the meta device, then load_tables"
+        )
+
+
 def _shard(model: nn.Module, mesh: "DeviceMesh") -> None:
     from ple_compile.sharding.shard import shard_tables
 
-    if not all(hasattr(table.embedding, "layout") for table in find_tables(model)):
+    if not _is_sharded(model):
         shard_tables(model, mesh, _AXIS)
 
 

@@ -78,5 +78,21 @@ def too_many(rank, lowering, crowded):
 @pytest.mark.parametrize("lowering, crowded", [("all_reduce", 0), ("reduce_scatter", 1)])
 def test_more_tokens_than_the_limit_is_an_error_on_all_ranks(lowering, crowded):
     for text in run_ranks(2, too_many, lowering, crowded):
-        assert f"ValueError: {lowering} lookup of rows.weight: a rank has 16 ids and the buffers hold 12" in text
+        assert (
+            f"ValueError: {lowering} lookup of rows.weight, up to 3 tokens: a rank has 16 ids and the buffers hold 12"
+            in text
+        )
         assert "Config.etp_max_tokens" in text
+
+
+def another_limit(rank, lowering):
+    module = sharded("dp", same_tokens=False)
+    return traced(module, lowering, IDS, max_tokens=8 * (1 + rank))(IDS)
+
+
+@pytest.mark.parametrize("lowering", ["all_reduce", "reduce_scatter"])
+def test_another_limit_on_one_rank(lowering):
+    for text in run_ranks(2, another_limit, lowering, timeout=20):
+        assert "RuntimeError: the ranks of the group look rows up in different ways" in text
+        assert f"rank 0: {lowering} lookup of rows.weight, up to 8 tokens" in text
+        assert f"rank 1: {lowering} lookup of rows.weight, up to 16 tokens" in text

@@ -93,7 +93,8 @@ def contents(model):
 
 def unchanged(model, before):
     return all(
-        kind is type(module) and all(a is b for a, b in zip(vars(module).values(), attributes.values(), strict=True))
+        kind is type(module) and vars(module).keys() == attributes.keys()
+        and all(a is b for a, b in zip(vars(module).values(), attributes.values()))
         and all(a is b for d, e in zip(rest, (module._parameters, module._buffers, module._modules))
                 for a, b in zip(d.values(), e.values(), strict=True))
         for module, kind, attributes, *rest in before
