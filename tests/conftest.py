@@ -31,6 +31,7 @@ def fresh_dynamo() -> Iterator[None]:
     torch._dynamo.reset()
     for model in list(regions._compiled_models):
         ple_compile.restore(model)
+    upstream.reset_dynamo()  # models that died compiled
     upstream.counters.clear()
     ple_compile.reset_stats()
     yield
