@@ -32,6 +32,8 @@ class ShardedLookup(nn.Embedding):
     def forward(self, input: Tensor) -> Tensor:
         if self.weight.requires_grad and torch.is_grad_enabled():
             raise ValueError("a sharded table cannot be trained; call weight.requires_grad_(False)")
+        if input.dtype not in (torch.int32, torch.int64):
+            raise ValueError(f"a sharded table is looked up by int32 or int64 ids, not {input.dtype}")
         layout = self.layout
         return torch.ops.ple.sharded_lookup(
             self.weight,

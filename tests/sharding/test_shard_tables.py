@@ -273,3 +273,12 @@ def test_a_table_of_another_shape_is_not_loaded(shape):
             module.load_state_dict({**NGrams(1).state_dict(), "rows.weight": columns})
         with pytest.raises(RuntimeError, match="Missing key.*rows.weight"):
             module.load_state_dict({k: v for k, v in NGrams(1).state_dict().items() if k != "rows.weight"})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int16, torch.bool])
+def test_ids_of_another_type_are_refused(dtype):
+    with fake_mesh(tp=2) as mesh:
+        module = NGrams(20)
+        shard_tables(module, mesh)
+        with pytest.raises(ValueError, match=f"by int32 or int64 ids, not {dtype}"):
+            module(torch.zeros(3, dtype=dtype))
