@@ -124,7 +124,9 @@ def _host_lookups(node: Any, table: Any) -> list[tuple[Any, Any]] | str:
 
     Else, where rows are gathered beside tensors of a GPU, why they are not; otherwise nothing.
     """
-    if not isinstance(table, Tensor) or table.device.type != "cpu" or table.dim() != 2 or not pinning.available():
+    if not isinstance(table, Tensor) or table.device.type != "cpu" or not pinning.available():
+        return []
+    if table.dim() != 2 or table.layout != torch.strided:
         return []
     if not _is_gathered(node) or not _uses_the_gpu(node.graph):
         return []
@@ -156,8 +158,6 @@ def _looks_up(node: Any, table: Any) -> bool:
 
 def _is_gathered(table: Any) -> bool:
     """Whether rows of a table, or of a part of it, are picked by a tensor."""
-    if _traced(table).layout != torch.strided:
-        return False
     views = [user for user in table.users if _is_view(user, table)]
     return any(_gathers(user, table) for user in table.users) or any(_is_gathered(view) for view in views)
 
@@ -299,7 +299,9 @@ def _look_up_on_device(embedding: Any, table: Any, ids: Any, debug: bool) -> Non
     rows = made[-1]
     embedding.replace_all_uses_with(rows)
     graph.erase_node(embedding)
-    for back in list(moved.users) if moved is not ids else ():  # the scales' own lookup, on the GPU
+    if moved is ids:
+        return
+    for back in list(moved.users):  # the scales' own lookup, on the GPU
         same = (_traced(back).device, _traced(back).dtype) == (_traced(ids).device, _traced(ids).dtype)
         if same and _before_moving(back) is moved:
             back.replace_all_uses_with(ids)

@@ -75,9 +75,8 @@ class Sharding:
     share_host: bool = False
 
     def __post_init__(self) -> None:
-        if not isinstance(self.axis, (str, tuple)) or not all(isinstance(axis, str) for axis in self.axes):
-            raise ValueError(f"shard_tables: axis is {self.axis!r}; name one mesh axis, or two as in ('dp', 'tp')")
-        if not 1 <= len(self.axes) <= 2 or len(set(self.axes)) != len(self.axes):
+        named = isinstance(self.axis, (str, tuple, list)) and all(isinstance(axis, str) for axis in self.axes)
+        if not named or not 1 <= len(self.axes) <= 2 or len(set(self.axes)) != len(self.axes):
             raise ValueError(f"shard_tables: axis is {self.axis!r}; name one mesh axis, or two as in ('dp', 'tp')")
         if self.share_host and not self.host:
             raise ValueError(

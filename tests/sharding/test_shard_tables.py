@@ -282,3 +282,10 @@ def test_ids_of_another_type_are_refused(dtype):
         shard_tables(module, mesh)
         with pytest.raises(ValueError, match=f"by int32 or int64 ids, not {dtype}"):
             module(torch.zeros(3, dtype=dtype))
+
+
+def test_axes_may_be_a_list():
+    with fake_mesh(dp=2, tp=2) as mesh:
+        module = NGrams(20)
+        shard_tables(module, mesh, ["dp", "tp"])
+        assert module.rows.layout.num_ranks == 4
