@@ -2,7 +2,8 @@
 
 Padded and packed layers by turns, unless `--layout` names one. Prints the program that repeats the first failure,
 at once and then shrunk, and exits with 1; at the end, how much was tried. With a GPU (`--device cuda`) the calls go
-through Inductor; on a CPU the rewritten graphs run in eager PyTorch unless `--inductor` is given.
+through Inductor, on a CPU the rewritten graphs run in eager PyTorch, unless `--inductor` or `--no-inductor` says
+otherwise.
 """
 
 import argparse
@@ -15,7 +16,7 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import seed as seeded
 from hypothesis import strategies as st
 
@@ -31,10 +32,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=int(time.time()))
     parser.add_argument("--layout", choices=LAYOUTS, help="this one alone")
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
-    parser.add_argument("--inductor", action="store_true", help="generate code on a CPU too")
+    parser.add_argument("--inductor", action=argparse.BooleanOptionalAction, help="generate code")
     options = parser.parse_args(argv)
     names = [options.layout] if options.layout else list(LAYOUTS)
-    search = Search(options.device, options.inductor or options.device == "cuda", time.monotonic() + options.seconds)
+    through_inductor = options.device == "cuda" if options.inductor is None else options.inductor
+    search = Search(options.device, through_inductor, time.monotonic() + options.seconds)
     for number, name in enumerate(names * 10**6):
         if search.failure or search.is_over():
             break
@@ -61,14 +63,27 @@ class Search:
         layout, module = LAYOUTS[name]
 
         @seeded(seed)
-        @settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck), database=None)
+        @settings(
+            max_examples=8,
+            phases=set(Phase) - {Phase.explain},  # it traces every line of every compilation
+            deadline=None,
+            suppress_health_check=list(HealthCheck),
+            database=None,
+        )
         @given(module.cases, st.lists(module.actions, min_size=60, max_size=120))
         def search(case: object, sequence: list) -> None:
             if self.is_over() and not self.failure:
                 return
             sequence = [layout.first, *sequence]
             try:
-                state = run(layout, case, sequence, device=self.device, through_inductor=self.through_inductor)
+                state = run(
+                    layout,
+                    case,
+                    sequence,
+                    lambda: self.is_over() and not self.failure,
+                    device=self.device,
+                    through_inductor=self.through_inductor,
+                )
             except Exception as error:
                 is_first = not self.failure
                 self.failure = f"{type(error).__name__}: {error}\n\n{script(layout, case, sequence)}"

@@ -179,22 +179,23 @@ class Packed(Run):
         ends = torch.randint(0, sum(lengths) + 1, (3,), generator=generator)
         boundaries = self._index(ends) if self.case.boundaries else None
         actual, expected = self.call_both(lambda pool: (streams, ids, batch, pool, boundaries), *self.pools)
+        ends_of_parts = torch.tensor([len(part.new) for part in parts]).cumsum(0).tolist()
+        slices = [slice(end - len(part.new), end) for part, end in zip(parts, ends_of_parts)]
+        sensitivity = max(
+            (self._compare(part, streams[own], actual[0][own], expected[0][own]) for part, own in zip(parts, slices)),
+            default=0.0,
+        )
         for mine, eager in zip((*actual, self.pools[0]), (*expected, self.pools[1]), strict=True):
-            self.assert_equal(mine, eager)
-        begin = 0
-        for part in parts:
-            own = slice(begin, begin + len(part.new))
-            if part.new:
-                self._compare(part, streams[own], actual[0][own], expected[0][own])
+            self.assert_equal(mine, eager, sensitivity)
+        for part, own in zip(parts, slices):
             if self.case.boundaries and part.request.slot:
-                inside = [(i, end - begin) for i, end in enumerate(ends.tolist()) if own.start < end <= own.stop]
+                inside = [(i, end - own.start) for i, end in enumerate(ends.tolist()) if own.start < end <= own.stop]
                 for number, count in inside:
                     self._compare_export(part, streams[own], count, [x[number] for x in (*actual[1:], expected[1])])
                 if inside and action.fork is not None:
                     number, count = inside[0]
                     self._fork(action.fork, part, streams[own], count, (actual[1][number], expected[1][number]))
             part.commit(streams[own])
-            begin = own.stop
 
     def _part(self, row: Row, generator: torch.Generator) -> Part:
         new, wanted = _draw_tokens(generator, row.length), int(row.draft and self.case.accepted)
@@ -226,11 +227,18 @@ class Packed(Run):
         """A column of a wider table, as servers keep them."""
         return torch.stack([values, values + 50], dim=1).to(self.device, self.case.index_dtype)[:, 0]
 
-    def _compare(self, part: Part, streams: Tensor, actual: Tensor, expected: Tensor) -> None:
-        exact, _ = part.exact(self.layers[2], streams, self.case.heads_per_ngram)
-        exact = exact + streams.double() if self.case.residual else exact
+    def _compare(self, part: Part, streams: Tensor, actual: Tensor, expected: Tensor) -> float:
+        """One request's new tokens; returns what a rounding of their streams changes."""
+        if not part.new:
+            return 0.0
+        exact, moved = (
+            part.exact(self.layers[2], x, self.case.heads_per_ngram)[0] + (x if self.case.residual else 0)
+            for x in (streams.double(), self.moved(streams))
+        )
+        sensitivity = (moved - exact).abs().max().item()
         assert_right(expected, exact, coarse=self.case.dtype != "float32")
-        self.assert_near(actual, expected, exact)
+        self.assert_near(actual, expected, exact, sensitivity)
+        return sensitivity
 
     def _compare_export(self, part: Part, streams: Tensor, count: int, exported: list[Tensor]) -> None:
         """Columns and context after `count` of a part's new tokens; of `exported` the last are eager's columns."""

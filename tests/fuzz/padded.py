@@ -106,10 +106,13 @@ class Padded(Run):
         streams, ids, mask = (None if x is None else x.to(self.device) for x in self.case.inputs(length, action.seed))
         ours, eagers, doubles = self.caches[self.current]
         actual, expected = self.call_both(lambda cache: (streams, ids, mask, cache), ours, eagers)
+        before = copy.deepcopy(doubles)
         with torch.no_grad():
             exact = self.case.call(self.layers[2], streams.double(), ids, mask, doubles)
-        self.assert_equal(actual, expected)
-        self.assert_near(actual, expected, exact)
+            moved = self.case.call(self.layers[2], self.moved(streams), ids, mask, before)
+        sensitivity = (moved - exact).abs().max().item()
+        self.assert_equal(actual, expected, sensitivity)
+        self.assert_near(actual, expected, exact, sensitivity)
         for mine, eager in zip(self.case.states(ours), self.case.states(eagers)):
             assert mine.stride() == eager.stride()
             self.assert_equal(mine, eager)
