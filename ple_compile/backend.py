@@ -10,6 +10,7 @@ from ple_compile.config import Config, make_config
 from ple_compile.expand_on_cpu import rounding
 from ple_compile.graph_scales import GraphScales
 from ple_compile.pipeline import FusePass
+from ple_compile.stack_room import with_room
 from ple_compile.stats import count_call
 from ple_compile.table_reads import ReadCounter
 from ple_compile.tables.hash_buffers import check_graph_hashes
@@ -31,6 +32,7 @@ def ple(
     return compile_graph(gm, example_inputs, make_config(options or {}, mode))
 
 
+@with_room
 def compile_graph(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], config: Config) -> Callable:
     """Compile one graph under `config`, and count its PLE layers at every call."""
     patches = {**rounding(gm), **config.inductor_patches()}
