@@ -44,18 +44,21 @@ def succeeding_together(mesh: DeviceMesh | None, what: str) -> Iterator[list[str
     """A block that ends without an error on every rank of the mesh or on none; without a mesh, on this one.
 
     A rank that fails says so and raises at once; one that does not waits for the others, no longer than the timeout of
-    the group of all ranks, and raises ValueError where one has failed, or has put other facts into the list.
+    the group of all ranks, and raises ValueError where one has failed, or has put other facts into the list; so does a
+    rank that is not in the mesh, for which the others do not wait.
     """
     facts: list[str] = []
     if mesh is None or dist.get_backend() == "fake":
         yield facts
         return
-    group, ranks = _upstream.world(), mesh.mesh.flatten().tolist()
+    group, ranks, own = _upstream.world(), mesh.mesh.flatten().tolist(), dist.get_rank()
+    if own not in ranks:
+        raise ValueError(f"{what}: rank {own} is not in the mesh, which has the ranks {ranks}; call it on those alone")
     counts = _BLOCKS.setdefault(group, Counter())
     place = f"ple_compile/together/{'-'.join(map(str, ranks))}"
     keys = [f"{place}/{counts[place]}/{rank}" for rank in ranks]
     counts[place] += 1
-    store, mine = _upstream.store_of(group), keys[ranks.index(dist.get_rank())]
+    store, mine = _upstream.store_of(group), keys[ranks.index(own)]
     try:
         yield facts
     except BaseException as error:

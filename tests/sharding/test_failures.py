@@ -4,7 +4,7 @@ import os
 
 import pytest
 import torch
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ple_compile.sharding.shard import shard_tables
 from tests.sharding.lowered import NGrams, compiled, traced
@@ -18,6 +18,23 @@ def sharded(axis="tp", same_tokens=True):
     module = NGrams(20)
     shard_tables(module, mesh, axis, same_tokens=same_tokens)
     return module
+
+
+def on_two_ranks(rank):
+    module = NGrams(20)
+    weight = module.rows.weight
+    try:
+        shard_tables(module, DeviceMesh("cpu", [0, 1], mesh_dim_names=("tp",)))
+    finally:
+        if rank == 2:
+            assert module.rows.weight is weight
+    return module.rows.weight.shape[0]
+
+
+def test_a_rank_outside_the_mesh():
+    *inside, outside = run_ranks(3, on_two_ranks)
+    assert inside == [10, 10]
+    assert "shard_tables: rank 2 is not in the mesh, which has the ranks [0, 1]; call it on those alone" in outside
 
 
 def disagree(rank, ways):
