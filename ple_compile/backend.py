@@ -1,5 +1,6 @@
 """`torch.compile(..., backend="ple")`: Inductor with the PLE passes in its post-grad slot."""
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,6 +15,8 @@ from ple_compile.stack_room import with_room
 from ple_compile.stats import count_call
 from ple_compile.table_reads import ReadCounter
 from ple_compile.tables.hash_buffers import check_graph_hashes
+
+log = logging.getLogger("ple_compile")
 
 
 def ple(
@@ -56,6 +59,12 @@ def compile_graph(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], confi
     report = records.resolve(record, fuse, upstream.cache_hits() > hits)
     report.graph_break = graph_break
     records.publish(report)
+    if report.ple_layers and upstream.is_last_graph():
+        log.warning(
+            "PyTorch has compiled as many graphs of one function as torch._dynamo.config.recompile_limit allows: calls "
+            "that need another will run eagerly, or raise under fullgraph=True; raise that limit, or give the model to "
+            "ple_compile.compile, which does"
+        )
     reads, prefetched = ReadCounter(report.reads, report.symbols), report.counts().get("prefetch_lookup", 0)
 
     def run(*args: Any) -> Any:

@@ -102,6 +102,8 @@ class Config:
             raise ValueError(f"Config.etp_max_tokens is {self.etp_max_tokens!r}; it is a number of tokens from 1 on")
         known = upstream.inductor_config.get_config_copy()
         for name, value in self.inductor.items():
+            if not isinstance(name, str):
+                raise ValueError(f"Config.inductor has the key {name!r}; its keys are names of Inductor's options")
             if name.replace("-", "_") not in known:
                 near = difflib.get_close_matches(name, known, n=1)
                 hint = f"; did you mean {near[0]!r}?" if near else ""

@@ -114,10 +114,13 @@ class Report:
         for region, graph in self.graphs:
             told = {**graph.to_dict(), "region": region, "graph_break": graph.graph_break, "sizes": graph.sizes}
             del told["drawings"]
+            known = self._known(region, graph)
+            for event in told["events"]:
+                event["layer"] = _layer(known, region, event["layer"])
             told["layer_graphs"] = [
                 {
                     **next(entries),
-                    "layer": _layer(self._known(region, graph), region, part.layer),
+                    "layer": _layer(known, region, part.layer),
                     "path": part.layer,
                     "savings": dataclasses.asdict(savings(part.drawing, graph.sizes)),
                     "collectives": part.drawing.collectives(),
@@ -145,7 +148,7 @@ class Report:
             ".html": lambda: render(self),
             ".json": lambda: json.dumps(self.to_dict(), indent=1),
         }
-        path.write_text(forms.get(path.suffix, self.__str__)(), encoding="utf-8")
+        path.write_text(forms.get(path.suffix.lower(), self.__str__)(), encoding="utf-8")
 
     def __str__(self) -> str:
         fused = sum(graph.ple_layers for _, graph in self.graphs)

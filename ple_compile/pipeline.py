@@ -24,7 +24,7 @@ from ple_compile.passes.merge_gate_conv import merge_gate_conv
 from ple_compile.passes.merge_kv_proj import merge_kv_proj
 from ple_compile.passes.prefetch_lookup import prefetch_lookup
 from ple_compile.recorder import Recorder
-from ple_compile.report import Event, GraphReport
+from ple_compile.report import MATCHED, NOT_APPLICABLE, Event, GraphReport
 from ple_compile.table_reads import find_reads, lowered
 
 log = logging.getLogger("ple_compile")
@@ -42,6 +42,9 @@ SETTINGS: dict[str, tuple[str, ...]] = {
     "lower_lookup": ("etp_lowering", "etp_max_tokens"),
     "prefetch_lookup": ("prefetch_distance",),
 }
+
+# These rewrite what `fuse_gate` leaves.
+BEHIND_THE_GATE = ("merge_kv_proj", "merge_gate_conv")
 
 PASSES: tuple[Callable, ...] = FUSE + LOWER + SCHEDULE
 PASS_NAMES = tuple(function.__name__ for function in PASSES)
@@ -124,6 +127,7 @@ def run(
                 reads = find_reads(graph)
             name = function.__name__
             if not getattr(config, name):
+                report.switched_off(name, f"Config.{name} is False")
                 continue
             keywords = {key: facts[key] for key in SETTINGS.get(name, ())}
             apply = _Application(function, report, keywords, recorder)
@@ -131,6 +135,7 @@ def run(
             upstream.GraphTransformObserver(graph.owning_module, name, "post_grad_passes").apply_graph_pass(apply)
             if not apply.called:
                 report.switched_off(name, "left out by Inductor's disabled_passes or by its bisector")
+        report.events += _without_a_gate(report.events[seen:], config)
         report.reads += lowered(reads, report.lowerings(), config.etp_max_tokens)
         report.layer_graphs += recorder.layers(report.events[seen:])
         report.symbols |= recorder.symbols()
@@ -156,9 +161,20 @@ class _Application:
             upstream.trace_artifact(f"ple_compile_after_{self.function.__name__}", lambda: str(graph))
 
 
+def _without_a_gate(events: list[Event], config: Config) -> list[Event]:
+    """What the passes behind it have to say of the places where `fuse_gate` fused nothing."""
+    return [
+        Event(name, NOT_APPLICABLE, event.layer, "there is no fused gate")
+        for event in events
+        if event.pass_name == "fuse_gate" and event.status != MATCHED
+        for name in BEHIND_THE_GATE
+        if getattr(config, name)
+    ]
+
+
 def _complete_layers(report: GraphReport) -> int:
     """Fused gates of layers in which no fusion declined."""
     declined = [event.layer for event in report.declines() if event.pass_name.startswith("fuse_")]
-    fused = [e.layer for e in report.events if e.pass_name == "fuse_gate" and e.status == "matched"]
+    fused = [e.layer for e in report.events if e.pass_name == "fuse_gate" and e.status == MATCHED]
     # What is in a layer's modules is in the layer; a path that is empty says nothing, so it spoils every layer.
     return sum(not any(is_inside(path, layer) for path in declined) for layer in fused)

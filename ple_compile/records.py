@@ -67,16 +67,20 @@ def resolve(record: Record, fuse: FusePass, from_cache: bool) -> GraphReport:
     """
     if fuse.ran:
         _keep(record, fuse.report)
+        log.info("the passes rewrote: %s", _counted(fuse.report))
     if fuse.ran or not from_cache:
         return fuse.report
     report = record.report or fuse.report
-    done = ", ".join(f"{name} {count}" for name, count in report.counts().items())
     log.info(
         "compiled code came from PyTorch's cache, so no pass ran; those of its compilation rewrote: %s. "
         "TORCHINDUCTOR_FORCE_DISABLE_CACHES=1 compiles anew",
-        done or "nothing",
+        _counted(report),
     )
     return report
+
+
+def _counted(report: GraphReport) -> str:
+    return ", ".join(f"{name} {count}" for name, count in report.counts().items()) or "nothing"
 
 
 def _keep(record: Record, report: GraphReport) -> None:

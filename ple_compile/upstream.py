@@ -15,7 +15,7 @@ import torch
 from torch._dynamo import config as dynamo_config
 from torch._dynamo.utils import counters
 from torch._functorch._aot_autograd.descriptors import PlainAOTInput
-from torch._guards import detect_fake_mode
+from torch._guards import CompileContext, detect_fake_mode
 from torch._inductor import config as inductor_config
 from torch._inductor import list_mode_options
 from torch._inductor.compile_fx import compile_fx
@@ -53,6 +53,7 @@ __all__ = [
     "guards_hold",
     "is_backed",
     "is_compiled",
+    "is_last_graph",
     "is_unbacked",
     "inductor_config",
     "inductor_settings",
@@ -113,6 +114,13 @@ def reset_dynamo() -> None:
     for name, value in (_settings_before or {}).items():
         setattr(dynamo_config, name, value)
     _settings_before = None
+
+
+def is_last_graph() -> bool:
+    """Whether Dynamo compiles the last graph that it keeps of one function."""
+    graph = CompileContext.current_compile_id()
+    number = None if graph is None else graph.frame_compile_id
+    return number is not None and number + 1 == dynamo_config.recompile_limit
 
 
 def is_compiled(module: torch.nn.Module) -> bool:

@@ -96,6 +96,20 @@ def test_gradients_equal_eagers(no_codegen: None) -> None:
         assert close(actual, eager)
 
 
+@torch.no_grad()
+def test_the_last_graph_that_dynamo_keeps_is_a_warning(no_codegen: None, caplog: pytest.LogCaptureFixture) -> None:
+    layer = Case().layer()
+    compiled = torch.compile(Case().call, backend="ple", dynamic=False)
+    with torch._dynamo.config.patch(recompile_limit=3):
+        for length in (4, 5, 6, 7):
+            streams, ids, _ = Case().inputs(length)
+            executions = ple_compile.stats()["ple_executions"]
+            compiled(layer, streams, ids, None, None)
+            told = [r for r in caplog.records if "torch._dynamo.config.recompile_limit allows" in r.message]
+            assert len(told) == (length >= 6)
+    assert ple_compile.stats()["ple_executions"] == executions  # the fourth ran eagerly, as the warning said
+
+
 def test_mistakes_reach_the_user_at_the_first_call(fresh_dynamo: None) -> None:
     compiled = torch.compile(lambda x: x + 1, backend="ple", options={"fuse_gates": True})
     with pytest.raises(Exception, match="unknown option 'fuse_gates'; did you mean 'fuse_gate'"):

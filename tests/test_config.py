@@ -34,6 +34,7 @@ def test_no_pass_name_contains_another() -> None:
         ({"fuse_gate": 1}, "Config.fuse_gate is 1, a int; give it a bool"),
         ({"mode": "fast"}, "Config.mode is 'fast'; it is one of default"),
         ({"inductor": {"max_autotun": True}}, "did you mean 'max_autotune'"),
+        ({"inductor": {3: True}}, "Config.inductor has the key 3"),
         (
             {"inductor": {"max_autotune": "yes"}},
             "Config.inductor has 'max_autotune' as 'yes', a str; give it a bool",

@@ -220,7 +220,11 @@ def test_what_cannot_be_called_is_named() -> None:
 def test_the_configuration_that_runs_is_the_one_reported(no_codegen: None) -> None:
     model = tiny_model()
     ple_compile.compile(model.model, whole_graph=False, fuse_gate=False)
-    assert "fuse_gate" not in str(ple_compile.explain(model, prompt(6)))
+    report = ple_compile.explain(model, prompt(6))
+    assert "fuse_gate          not applicable: Config.fuse_gate is False" in str(report)
+    assert "merge_kv_proj      not applicable: there is no fused gate" in str(report)
+    events = [event for graph in report.to_dict()["graphs"] for event in graph["events"]]
+    assert {event["layer"] for event in events} == set(report.layers)
     layer = Case().layer()
     streams, ids, _ = Case().inputs()
     report = ple_compile.explain(layer, streams.requires_grad_() * 2, ids, None)

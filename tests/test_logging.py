@@ -55,6 +55,8 @@ def test_each_changed_graph_is_logged_and_an_artifact_for_tlparse(
     assert ours.keys() == {f"ple_compile_after_{name}" for name in changed}
     assert "ple.ngram_ids" in ours["ple_compile_after_fuse_ngram_ids"]
     assert all(f"after {name}:" in caplog.text for name in changed)
+    told = [record for record in caplog.records if record.levelno == logging.INFO]
+    assert [r.message for r in told] == ["the passes rewrote: " + ", ".join(f"{n} {k}" for n, k in changed.items())]
 
 
 def test_a_declined_pass_is_one_warning(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -146,6 +146,8 @@ def test_48_layers_are_far_below_2_mb(
     drawings = [part.drawing if equal else dataclasses.replace(part.drawing, omitted=i) for i in range(48)]
     report = model_report(layer_report.graphs[0][1], drawings)
     report.save(tmp_path / "report.html")
+    report.save(tmp_path / "report.HTML")
+    assert (tmp_path / "report.HTML").read_text() == (tmp_path / "report.html").read_text()
     size = (tmp_path / "report.html").stat().st_size
     assert size < (600_000 if equal else 1_800_000), size
     text = (tmp_path / "report.html").read_text()

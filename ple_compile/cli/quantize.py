@@ -21,6 +21,7 @@ from ple_compile.tables.find import find_tables
 from ple_compile.tables.formats import FORMATS
 from ple_compile.tables.load import load_tables
 from ple_compile.tables.quantize import quantize_tables
+from ple_compile.tables.save import refuse_tables_in
 
 FILE = "ngram_tables.safetensors"
 
@@ -37,11 +38,15 @@ def run(options: argparse.Namespace) -> int:
     config = config_of(options.checkpoint)
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config.get_text_config())
-    if not find_tables(model):
+    tables = find_tables(model)
+    if not tables:
         raise ValueError(f"{options.checkpoint} is a {type(model).__name__} without PLE layers: it has no n-gram table")
     file = options.out / FILE
     if file.exists():
         raise ValueError(f"{file} is there and complete; delete it, or choose another folder")
+    if options.out.exists() and not options.out.is_dir():
+        raise ValueError(f"{options.out} is a file; name a folder for the quantised tables")
+    refuse_tables_in(options.out, tables)
     load_tables(model, options.checkpoint, format="mmap")
     options.out.mkdir(parents=True, exist_ok=True)
     errors = quantize_tables(model, options.format, path=file)

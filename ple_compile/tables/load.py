@@ -56,7 +56,8 @@ def load_tables(
     an embedding that does more than look rows up; with `mesh` every rank raises when one does.
     The model then has the tables that it had, with their values: nothing is written before all of this is checked. Only
     a file that cannot be read to its end, and a number beyond the range of the model's type, which is a ValueError too,
-    leave memory that was there before filled in part.
+    leave memory that was there before filled in part. With "mmap" no number is looked at: one beyond that range becomes
+    infinite when its row is looked up, as `Tensor.to` makes it.
     """
     with succeeding_together(mesh, "load_tables"):
         tied, stored = _find(model, Path(checkpoint_dir), format, mesh is not None)

@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 import torch
@@ -66,6 +66,15 @@ def save_tables(model: nn.Module, checkpoint_dir: str | os.PathLike, num_parts: 
 
 def _present(directory: Path, tables: list[Table], files: list[Path], leftover: set[str]) -> dict[str, str]:
     """Tensor names to files of what the directory holds, apart from `leftover` files; ValueError for what clashes."""
+    weight_map = refuse_tables_in(directory, tables, leftover)
+    for path in [*files, directory / _FIRST] if (directory / _SINGLE).exists() else files:
+        if path.exists() and path.name not in leftover:
+            raise ValueError(f"save_tables: {path} is there already; save into another directory, or delete it")
+    return weight_map
+
+
+def refuse_tables_in(directory: Path, tables: list[Table], leftover: Collection[str] = ()) -> dict[str, str]:
+    """Tensor names to files of what a directory holds, apart from `leftover` files; ValueError for one of `tables`."""
     weight_map = read_index(directory)
     if weight_map is None:
         weight_map = {name: file.name for file in sorted(directory.glob("*.safetensors")) for name in read_header(file)}
@@ -75,9 +84,6 @@ def _present(directory: Path, tables: list[Table], files: list[Path], leftover: 
         for name, file in weight_map.items():
             if name.startswith(base):
                 raise ValueError(f"{directory / file} holds {name} already; save into a directory without this table")
-    for path in [*files, directory / _FIRST] if (directory / _SINGLE).exists() else files:
-        if path.exists() and path.name not in leftover:
-            raise ValueError(f"save_tables: {path} is there already; save into another directory, or delete it")
     return weight_map
 
 
@@ -109,7 +115,7 @@ def _outgoing(table: Table, num_parts: int) -> list[_Outgoing]:
     if hasattr(embedding, "layout"):
         raise ValueError(f"save_tables: {table.name} is sharded; save it with torch.distributed.checkpoint")
     num_rows = embedding.num_embeddings
-    if not isinstance(num_parts, int) or not 1 <= num_parts <= max(num_rows, 1):
+    if type(num_parts) is not int or not 1 <= num_parts <= max(num_rows, 1):
         raise ValueError(f"save_tables: num_parts is {num_parts!r}; {table.name} has {num_rows} rows")
     mapped = embedding.rows if isinstance(embedding, MappedEmbedding) else {}
     found: list[_Outgoing] = []

@@ -65,3 +65,15 @@ def test_folders_that_have_no_table(tmp_path: Path, capsys: pytest.CaptureFixtur
     tiny_model((), num_layers=1).config.save_pretrained(tmp_path)
     assert main(["quantize", str(tmp_path), str(tmp_path), "--format", "fp8"]) == 2
     assert "without PLE layers" in capsys.readouterr().err
+
+
+def test_a_folder_that_would_hold_the_table_twice(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    before = sorted(checkpoint.iterdir())
+    assert main(["quantize", str(checkpoint), str(checkpoint), "--format", "fp8"]) == 2
+    assert "already; save into a directory without this table" in capsys.readouterr().err
+    assert sorted(checkpoint.iterdir()) == before
+    (tmp_path / "file").touch()
+    assert main(["quantize", str(checkpoint), str(tmp_path / "file"), "--format", "fp8"]) == 2
+    assert "file is a file; name a folder" in capsys.readouterr().err
