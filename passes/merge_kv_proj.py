@@ -48,7 +48,8 @@ def merge_kv_proj(graph: Graph, report: GraphReport, *, training: bool, inputs: 
             if reason is not None:
                 raise Declined(f"the weights cannot share one storage: {reason}")
         except Declined as reason:
-            report.declined("merge_kv_proj", gate, str(reason))
+            product = source(key)
+            report.declined("merge_kv_proj", product if product.op == "call_function" else gate, str(reason))
             continue
         width, last = dims(key)[-1], value(key).dim() - 1
         first = min(key, val)

@@ -81,14 +81,18 @@ def _token_ids(model: nn.Module, num_tokens: int) -> torch.Tensor:
 def pretrained(path: Path, device: torch.device, dtype: torch.dtype | None, changes: dict[str, Any]) -> nn.Module:
     """A transformers model: its weights where the folder has them, else random ones."""
     transformers = import_transformers()
-    from huggingface_hub.errors import StrictDataclassError  # comes with transformers
+    from huggingface_hub.errors import StrictDataclassError  # both come with transformers
+    from safetensors import SafetensorError
 
     config = config_of(path)
     settings = {} if dtype is None else {"dtype": dtype}
     if path.is_dir() and (any(path.glob("*.safetensors")) or any(path.glob("pytorch_model*.bin"))):
         if changes:
             raise ValueError(f"--config: {path} has weights, which fit its own config only; pass its config.json alone")
-        return transformers.AutoModelForCausalLM.from_pretrained(path, **settings).to(device)
+        try:
+            return transformers.AutoModelForCausalLM.from_pretrained(path, **settings).to(device)
+        except SafetensorError as error:
+            raise ValueError(f"{path}: its weights cannot be read: {error}") from None
     text = config.get_text_config()
     for name in changes:
         if not hasattr(text, name):

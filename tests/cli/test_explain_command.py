@@ -162,6 +162,10 @@ def test_a_checkpoint_and_its_configuration_alone(
         assert torch.equal(model.get_parameter(name), parameter), name
     assert main(["explain", str(tmp_path), "--config", "hidden_size=64"]) == 2
     assert "has weights" in capsys.readouterr().err
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-8])
+    assert main(["explain", str(tmp_path)]) == 2
+    assert f"{tmp_path}: its weights cannot be read: " in capsys.readouterr().err
     config = tmp_path / "config.json"
     assert main(["explain", str(config), "--config", "widht=64"]) == 2
     assert "has no such field" in capsys.readouterr().err
