@@ -1,6 +1,7 @@
 """What the fuzzers of both layouts share: other weights, compiling again, and what may differ from eager."""
 
 import copy
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -167,8 +168,16 @@ def run(
 
 def script(layout: type[Run], case: Any, sequence: list[Any]) -> str:
     """A program that repeats a run."""
-    kinds = sorted({layout, type(case), *map(type, sequence)}, key=lambda kind: kind.__name__)
+    kinds = sorted({layout, *_kinds((case, sequence))}, key=lambda kind: kind.__name__)
     imports = "".join(f"from {kind.__module__} import {kind.__name__}\n" for kind in kinds)
     steps = "".join(f"\n    {action!r}," for action in sequence)
     call = f"run({layout.__name__}, {case!r}, [{steps}\n])\n"
     return f"import torch\n\nfrom tests.fuzz.shared import run\n{imports}\n{call}"
+
+
+def _kinds(value: Any) -> set[type]:
+    """The dataclasses that a value is made of."""
+    if dataclasses.is_dataclass(value):
+        inside = [getattr(value, field.name) for field in dataclasses.fields(value)]
+        return {type(value)}.union(*map(_kinds, inside))
+    return set().union(*map(_kinds, value)) if isinstance(value, (tuple, list)) else set()

@@ -51,3 +51,12 @@ def test_where_the_root_is_steep_more_may_differ() -> None:
         layers.apply(Call(8, seed))
     (largest, steep), (_, usual) = found
     assert usual < torch.finfo(torch.float32).eps * largest < steep
+
+
+def test_the_program_that_repeats_a_failure_runs() -> None:
+    packed_row = packed.Step((packed.Row(0, 2), packed.Row(1, 1)), 0)
+    for layout, case, sequence in (
+        (Padded, Case(), [Call(2, 0), padded.Reset()]),
+        (packed.Packed, packed.PackedCase(index_dtype=torch.int32), [packed_row]),
+    ):
+        exec(script(layout, case, sequence), {})
