@@ -137,7 +137,7 @@ def run(
                 report.switched_off(name, "left out by Inductor's disabled_passes or by its bisector")
         report.events += _without_a_gate(report.events[seen:], config)
         report.reads += lowered(reads, report.lowerings(), config.etp_max_tokens)
-        report.layer_graphs += recorder.layers(report.events[seen:])
+        report.layer_graphs += recorder.layers(event for event in report.events[seen:] if event.node)  # at a place
         report.symbols |= recorder.symbols()
     report.ple_layers = _complete_layers(report)
     if config.strict and report.declines():

@@ -217,6 +217,15 @@ def test_what_cannot_be_called_is_named() -> None:
         ple_compile.explain("abc")
 
 
+@pytest.mark.parametrize("options", [{"fuse_gate": False}, {"inductor": {"disabled_passes": "fuse_gate"}}], ids=str)
+def test_a_pass_that_is_off_finds_no_layer(options: dict, no_codegen: None) -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(torch.nn.Linear(4, 4), backend="ple", options=options)
+    with torch.no_grad():
+        report = ple_compile.explain(compiled, torch.ones(2, 4))
+    assert "fuse_gate" in str(report) and not report.layer_runs()
+
+
 def test_the_configuration_that_runs_is_the_one_reported(no_codegen: None) -> None:
     model = tiny_model()
     ple_compile.compile(model.model, whole_graph=False, fuse_gate=False)
