@@ -51,11 +51,15 @@ class Report:
     def events(self) -> list[tuple[str, Event]]:
         """(layer, event) of every pass at every place, each once."""
         found = [
-            (_layer(self._known(region, graph), region, event.layer), event)
+            (self._layer_of(region, graph, event.layer), event)
             for region, graph in self.graphs
             for event in graph.events
         ]
         return list(dict.fromkeys(found))
+
+    def _layer_of(self, region: str, graph: GraphReport, path: str) -> str:
+        """The PLE layer of a module path in one of the graphs."""
+        return _layer(self._known(region, graph), region, path)
 
     def _known(self, region: str, graph: GraphReport) -> list[str]:
         """The model's PLE layers; of a function, which has no names for them, those that its graph shows."""
@@ -76,7 +80,7 @@ class Report:
         found: list[LayerRun] = []
         for index, (region, graph) in enumerate(self.graphs):
             for part in graph.layer_graphs:
-                run = LayerRun(_layer(self._known(region, graph), region, part.layer), index, part, graph.sizes)
+                run = LayerRun(self._layer_of(region, graph, part.layer), index, part, graph.sizes)
                 if not any((r.layer, r.found, r.sizes) == (run.layer, run.found, run.sizes) for r in found):
                     found.append(run)
         return found
@@ -114,13 +118,12 @@ class Report:
         for region, graph in self.graphs:
             told = {**graph.to_dict(), "region": region, "graph_break": graph.graph_break, "sizes": graph.sizes}
             del told["drawings"]
-            known = self._known(region, graph)
             for event in told["events"]:
-                event["layer"] = _layer(known, region, event["layer"])
+                event["layer"] = self._layer_of(region, graph, event["layer"])
             told["layer_graphs"] = [
                 {
                     **next(entries),
-                    "layer": _layer(known, region, part.layer),
+                    "layer": self._layer_of(region, graph, part.layer),
                     "path": part.layer,
                     "savings": dataclasses.asdict(savings(part.drawing, graph.sizes)),
                     "collectives": part.drawing.collectives(),
