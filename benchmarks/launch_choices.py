@@ -6,7 +6,8 @@ import torch
 
 from ple_compile.measuring.layer import Layer, draw
 from ple_compile.measuring.timing import graph_microseconds
-from ple_compile.ops.gate_conv import Inputs, Tuning, empty_scalars, launch_scalars, launch_window, run
+from ple_compile.ops._launches import take
+from ple_compile.ops.gate_conv import Inputs, Tuning, run, scalars_size, scalars_step, window_step
 
 ALL = 1 << 30
 PREFILL_TOKENS = (64, 1024, 8192)
@@ -26,8 +27,10 @@ def gate_pass(inputs: list[Inputs], scalars: torch.Tensor, tokens: int) -> list[
     for warps, registers in [*product((1,), (None, 168, 144, 128)), *product((2,), (None, 96, 80)), (4, None)]:
         tuning = Tuning()._replace(gate_warps=warps, gate_registers=registers)
 
-        def step(i: int, tuning: Tuning = tuning) -> None:
-            launch_scalars(inputs[i], scalars, tuning)
+        steps = (scalars_step(inputs[0], tuning),)
+
+        def step(i: int, steps: tuple = steps) -> None:
+            take(steps, None, None, scalars, *inputs[i][:9])
 
         rows.append({"tokens": tokens, "warps": warps, "registers": registers})
         rows[-1]["us"] = graph_microseconds(step, len(inputs))
@@ -45,8 +48,10 @@ def convolution_pass(inputs: list[Inputs], scalars: torch.Tensor, tokens: int) -
             conv_block=block, conv_vector=vector, conv_steps=steps, conv_programs=count, dependent=False
         )
 
-        def step(i: int, tuning: Tuning = tuning) -> None:
-            launch_window(inputs[i], outs[i], scalars, tuning)
+        steps = (window_step(inputs[0], tuning),)
+
+        def step(i: int, steps: tuple = steps) -> None:
+            take(steps, outs[i], None, scalars, *inputs[i][:9])
 
         rows.append({"tokens": tokens, "block": block, "vector": vector, "steps": steps, "programs": count})
         rows[-1]["us"] = graph_microseconds(step, len(inputs))
@@ -59,7 +64,7 @@ def prefill(layer: Layer) -> dict[str, list[dict]]:
         inputs = [layer.inputs(*tensors) for tensors in draw(1, tokens)]
         key, value, dilation = inputs[0].key, inputs[0].value, inputs[0].dilation
         rows, longest = key.numel() // value.shape[-1], Tuning()._replace(conv_steps=8)
-        scalars = empty_scalars(rows, dilation, longest, key.device).normal_()
+        scalars = torch.randn(scalars_size(rows, dilation, longest), device=key.device)
         gates, convs = gate_pass(inputs, scalars, tokens), convolution_pass(inputs, scalars, tokens)
         gate, conv = best(gates), best(convs)
         for dependent, programs in product((True, False), (conv["programs"] // 2, conv["programs"])):

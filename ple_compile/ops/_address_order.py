@@ -5,11 +5,14 @@ the order is any order. Three short kernels, where a radix sort by the library i
 in a CUDA graph on an H200.
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from ple_compile.ops._launches import Launch, Plans, layout
 from ple_compile.ops._sizes import cdiv
 
 # Finer than 6 MiB of the largest table.
@@ -33,18 +36,40 @@ def address_order(ids: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
     """Contiguous `ids`, flat and in the order of their rows, and where each of them was, int32."""
     counts = ids.new_zeros(NUM_COUNTS, dtype=torch.int32)
     ranks = ids.new_empty(ids.numel(), dtype=torch.int32)
-    rank_kernel[(cdiv(ids.numel(), _BLOCK),)](ranks, counts, ids, ids.numel(), bucket_shift(num_rows), BLOCK=_BLOCK)
+    _launches(ids, num_rows).rank(ranks, counts, ids)
     return listed(ids, ranks, counts, num_rows)
 
 
 def listed(ids: Tensor, ranks: Tensor, counts: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
     """The ids that have a rank, in order, and where each was; `counts[-1]` becomes how many they are."""
     positions, ordered = torch.empty_like(ranks), ids.new_empty(ids.numel())
-    scan_kernel[(1,)](counts, NUM_BUCKETS=NUM_BUCKETS, num_warps=16)
-    place_kernel[(cdiv(ids.numel(), _BLOCK),)](
-        ordered, positions, counts, ranks, ids, ids.numel(), bucket_shift(num_rows), BLOCK=_BLOCK
-    )
+    launches = _launches(ids, num_rows)
+    launches.scan(counts)
+    launches.place(ordered, positions, counts, ranks, ids)
     return ordered, positions
+
+
+class _Launches(NamedTuple):
+    rank: Launch
+    scan: Launch
+    place: Launch
+
+
+_PLANS: Plans[_Launches] = Plans()
+
+
+def _launches(ids: Tensor, num_rows: int) -> _Launches:
+    """Those for ids of this layout; the other tensors are made here, or as `address_order` makes them."""
+    return _PLANS.find((layout(ids), num_rows), _planned, ids.numel(), bucket_shift(num_rows))
+
+
+def _planned(num_ids: int, shift: int) -> _Launches:
+    programs = cdiv(num_ids, _BLOCK)
+    return _Launches(
+        Launch(rank_kernel, programs, num_ids, shift, BLOCK=_BLOCK),
+        Launch(scan_kernel, 1, NUM_BUCKETS=NUM_BUCKETS, num_warps=16),
+        Launch(place_kernel, programs, num_ids, shift, BLOCK=_BLOCK),
+    )
 
 
 @triton.jit

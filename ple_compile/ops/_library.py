@@ -34,10 +34,12 @@ def _on_its_device(launch: Callable) -> Callable:
 
     @functools.wraps(launch)
     def call(*args: Any, **kwargs: Any) -> Any:
-        device = next(x.device for x in args if isinstance(x, torch.Tensor) and x.is_cuda)
-        if device.index == torch.cuda.current_device():
+        for tensor in args:
+            if isinstance(tensor, torch.Tensor) and tensor.is_cuda:
+                break
+        if tensor.get_device() == torch.cuda.current_device():
             return launch(*args, **kwargs)
-        with torch.cuda.device(device):
+        with torch.cuda.device(tensor.device):
             return launch(*args, **kwargs)
 
     return call

@@ -29,12 +29,13 @@ class Requests(NamedTuple):
     def num_requests(self) -> int:
         return self.state_indices.shape[0]
 
-    def kernel_arguments(self) -> list[Tensor | int | None]:
-        """Pointer and stride of each; bools as bytes."""
+    def without_bools(self) -> "Requests":
+        """As kernels take them: bools as bytes."""
         has = self.has_initial_state
-        has = has.view(torch.uint8) if has.dtype == torch.bool else has
-        tensors = (self.query_start_loc, self.state_indices, has, self.num_accepted_tokens)
-        return [x for t in tensors for x in (t, 0 if t is None else t.stride(0))]
+        return self._replace(has_initial_state=has.view(torch.uint8)) if has.dtype == torch.bool else self
+
+    def strides(self) -> list[int]:
+        return [0 if tensor is None else tensor.stride(0) for tensor in self]
 
 
 def locate(query_start_loc: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:

@@ -22,6 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ple_compile.ops import _host_reads, lookup
+from ple_compile.ops._launches import Launch, Plans, layout
 from ple_compile.ops._library import define
 from ple_compile.ops._rounding import TRITON_DTYPE
 from ple_compile.ops._sizes import cdiv
@@ -177,17 +178,38 @@ def launch(*arguments: *Arguments) -> Tensor:
     if rows.numel() == 0:
         return rows
     on_host = pinning.is_host_memory(table)
+    key = (layout(ids, table, scale, table_scale), product_dtype, dtype, on_host)
+    launch = _LAUNCHES.find(key, planned, *arguments, on_host)
+    # As bytes: on sm80 Triton refuses even a pointer to e4m3.
+    if table_scale is None:
+        launch(rows, table.view(torch.uint8), scale, ids.contiguous())
+    else:
+        launch(rows, table, scale.view(torch.uint8), table_scale, ids.contiguous())
+    return rows
+
+
+_LAUNCHES: Plans[Launch] = Plans()
+
+
+def planned(
+    table: Tensor,
+    scale: Tensor,
+    table_scale: Tensor | None,
+    ids: Tensor,
+    product_dtype: torch.dtype,
+    dtype: torch.dtype,
+    on_host: bool,
+) -> Launch:
+    width = row_width(table, table_scale)
     block, num_warps = (_HOST_BLOCK, _host_reads.NUM_WARPS) if on_host else (_BLOCK, _NUM_WARPS)
     programs = cdiv(ids.numel() * cdiv(width, PIECE), block)
     if on_host:
         programs = min(programs, _host_reads.PROGRAMS)
-    counts = (ids.contiguous(), ids.numel(), table.shape[0], programs * block)
-    # As bytes: on sm80 Triton refuses even a pointer to e4m3.
+    counts = (ids.numel(), table.shape[0], programs * block)
     if table_scale is None:
-        e4m3_lookup_kernel[(programs,)](
-            rows,
-            table.view(torch.uint8),
-            scale,
+        return Launch(
+            e4m3_lookup_kernel,
+            programs,
             *counts,
             WIDTH=width,
             ROW_STRIDE=table.stride(0),
@@ -198,20 +220,16 @@ def launch(*arguments: *Arguments) -> Tensor:
             WALKS=on_host,
             num_warps=num_warps,
         )
-    else:
-        nvfp4_lookup_kernel[(programs,)](
-            rows,
-            table,
-            scale.view(torch.uint8),
-            table_scale,
-            *counts,
-            GROUPS=width // GROUP,
-            ROW_STRIDE=table.stride(0),
-            SCALE_STRIDE=scale.stride(0),
-            BLOCK=block,
-            num_warps=num_warps,
-        )
-    return rows
+    return Launch(
+        nvfp4_lookup_kernel,
+        programs,
+        *counts,
+        GROUPS=width // GROUP,
+        ROW_STRIDE=table.stride(0),
+        SCALE_STRIDE=scale.stride(0),
+        BLOCK=block,
+        num_warps=num_warps,
+    )
 
 
 def fake(*arguments: *Arguments) -> Tensor:

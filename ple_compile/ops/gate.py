@@ -22,6 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ple_compile.ops._launches import Launch
 from ple_compile.ops._library import define
 from ple_compile.ops._rounding import TRITON_DTYPE, cast, mul_rounded, round_to, to_float32, weighted
 from ple_compile.ops._sizes import cdiv, next_power_of_2
@@ -177,7 +178,7 @@ def save_scalars(scalars_ptr, token, stream, num_tokens, gate, scale, mask, STRE
     tl.store(place + num_tokens * STREAMS, tl.reshape(scale, token.shape), mask=mask)
 
 
-@triton.jit(do_not_specialize=["num_tokens", "seq", "begin", "end"])
+@triton.jit(do_not_specialize=["num_tokens", "seq"])
 def gate_kernel(
     gated_ptr,
     normed_ptr,
@@ -191,8 +192,6 @@ def gate_kernel(
     mask_ptr,
     num_tokens,
     seq,
-    begin,
-    end,
     key_batch,
     key_row,
     value_batch,
@@ -221,8 +220,8 @@ def gate_kernel(
         tl.extra.cuda.gdc_launch_dependents()
     # Neighbouring programs are the streams of the same tokens: they share `value` in L2.
     stream = tl.program_id(0) % STREAMS
-    token = begin + tl.program_id(0) // STREAMS * ROWS + tl.arange(0, ROWS)
-    inside = token < end
+    token = tl.program_id(0) // STREAMS * ROWS + tl.arange(0, ROWS)
+    inside = token < num_tokens
     batch, position = (token // seq).to(tl.int64), (token % seq).to(tl.int64)
     if ROWS == 1:
         row_mask = None  # the grid has a program for each row and no more
@@ -289,7 +288,7 @@ def batched(x: Tensor, trailing: int = 1) -> Tensor:
 
 def computes(*tensors: Tensor | None) -> bool:
     """Whether the kernels compute these dtypes; float64 takes the reference path on every device."""
-    return all(t is None or t.dtype != torch.float64 for t in tensors)
+    return torch.float64 not in [t.dtype for t in tensors if t is not None]
 
 
 def dtypes(key: Tensor, value: Tensor, hidden: Tensor, gate_dtype: torch.dtype) -> dict[str, tl.dtype]:
@@ -320,61 +319,43 @@ def launch(
     check(key, value, hidden, args[3:])
     gated = torch.empty(key.shape, dtype=torch.promote_types(gate_dtype, value.dtype), device=key.device)
     normed = torch.empty_like(gated)
-    launch_gate(*args, mask, epsilons(eps, eps_tensors), gate_dtype, plain, gated=gated, normed=normed)
+    key, value, hidden = batched(key), batched(value), batched(hidden)
+    mask = None if mask is None else batched(mask, trailing=0)
+    if gated.numel():
+        gate = planned(key, value, hidden, mask, epsilons(eps, eps_tensors), gate_dtype, plain, full=True)
+        gate(gated, normed, None, key, value, hidden, *(weight.contiguous() for weight in args[3:]), mask)
     return gated, normed
 
 
-def launch_gate(
+def planned(
     key: Tensor,
     value: Tensor,
     hidden: Tensor,
-    norm_key_weight: Tensor,
-    norm_query_weight: Tensor,
-    norm_conv_weight: Tensor,
     mask: Tensor | None,
     eps: list[float],
     gate_dtype: torch.dtype,
-    plain: bool = False,
+    plain: bool,
     *,
-    gated: Tensor | None = None,
-    normed: Tensor | None = None,
-    scalars: Tensor | None = None,
-    begin: int = 0,
-    end: int | None = None,
+    full: bool,
     rows: int = 1,
     num_warps: int | None = None,
     max_registers: int | None = None,
     leads: bool = False,
-) -> None:
-    """Write gated and normed, or (given float32 `scalars` [2, streams, tokens]) only g and the conv norm's scale.
+) -> Launch:
+    """What writes gated and normed (`full`), or into float32 scalars [2, streams, tokens] g and the conv norm's scale.
 
-    `begin` and `end` limit the flattened tokens.
+    Its tensors: gated, normed, scalars (None for those that it does not write), key, value, hidden, the three norm
+    weights and the mask, each as `batched` gives it.
     """
-    num_tokens, width = value.shape[:-1].numel(), value.shape[-1]
-    end = num_tokens if end is None else end
-    if begin >= end:
-        return
+    batch, seq, width = value.shape
     streams = key.shape[-1] // width
-    key, value, hidden = batched(key), batched(value), batched(hidden)
-    if mask is not None:
-        mask = batched(mask, trailing=0)
     vector = vector_size(key, value, hidden)
     num_warps = num_warps or warps_for(width, vector)
-    gate_kernel[(cdiv(end - begin, rows) * streams,)](
-        gated,
-        normed,
-        scalars,
-        key,
-        value,
-        hidden,
-        norm_key_weight.contiguous(),
-        norm_query_weight.contiguous(),
-        norm_conv_weight.contiguous(),
-        mask,
-        num_tokens,
-        key.shape[1],
-        begin,
-        end,
+    return Launch(
+        gate_kernel,
+        cdiv(batch * seq, rows) * streams,
+        batch * seq,
+        seq,
         *key.stride()[:2],
         *value.stride()[:2],
         *hidden.stride()[:2],
@@ -387,7 +368,7 @@ def launch_gate(
         PARTS=row_parts(width, 32 * num_warps, vector),
         ROWS=rows,
         PLAIN=plain,
-        FULL=scalars is None,
+        FULL=full,
         LEADS=leads,
         num_warps=num_warps,
         maxnreg=max_registers,

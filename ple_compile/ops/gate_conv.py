@@ -24,6 +24,7 @@ from torch import Tensor
 from ple_compile.ops import gate as gate_op
 from ple_compile.ops import short_conv as short_conv_op
 from ple_compile.ops._gate_conv_kernels import few_tokens_kernel, state_kernel, window_kernel
+from ple_compile.ops._launches import Launch, Plans, Roles, Step, layout, take
 from ple_compile.ops._library import define
 from ple_compile.ops._rounding import TRITON_DTYPE
 from ple_compile.ops._sizes import cdiv, next_power_of_2
@@ -151,50 +152,84 @@ def tuned(op: str, defaults: Tuning, value: Tensor) -> Tuning:
     return chosen(op, defaults, value.device, width=value.shape[-1], bytes=value.element_size())
 
 
+ROLES = Roles("out", "new_state", "scalars", *Inputs._fields[:9])
+
+
+class Plan(NamedTuple):
+    """What one layout of the inputs takes."""
+
+    steps: tuple[Step, ...]
+    num_scalars: int
+    out_dtype: torch.dtype
+    copies: bool  # whether the kernels need some inputs in another layout
+
+
+_PLANS: Plans[Plan] = Plans()
+
+
 def run(inputs: Inputs, new_state: Tensor | None, tuning: Tuning | None = None) -> Tensor:
     """Launch the kernels; `new_state` (which may be the old one) receives the next state."""
-    check(inputs)
     tuning = tuning or tuned("gate_conv", Tuning(), inputs.value)
-    batch, seq, width = inputs.key.shape
-    out = torch.empty(batch, seq, width, dtype=inputs.out_dtype, device=inputs.key.device)
+    eps = tuple(gate_op.epsilons(inputs.eps, inputs.eps_tensors))
+    key = (layout(*inputs[:9], new_state), eps, inputs[11:], tuning)
+    plan = _PLANS.find(key, planned, inputs, new_state, tuning)
+    out = torch.empty(inputs.key.shape, dtype=plan.out_dtype, device=inputs.key.device)
     if out.numel() == 0:
         if new_state is not None and new_state is not inputs.state and new_state.numel():
             # No tokens: the state stays as it is.
             past = new_state.new_zeros(new_state.shape) if inputs.state is None else inputs.state
             new_state.copy_(past[..., past.shape[-1] - new_state.shape[-1] :])
         return out
-    if seq == 1 and batch * (width // inputs.value.shape[-1]) <= tuning.few_rows:
-        launch_few_tokens(inputs, out, new_state, None, tuning)
-        return out
-    scalars = empty_scalars(out.numel() // inputs.value.shape[-1], inputs.dilation, tuning, out.device)
-    if seq == 1:
-        launch_scalars(inputs, scalars, tuning)
-        launch_few_tokens(inputs, out, new_state, scalars, tuning, given=True)
-        return out
-    if batch * seq <= tuning.few_tokens:
-        launch_few_tokens(inputs, out, None, scalars, tuning)
-    else:
-        launch_scalars(inputs, scalars, tuning)
-        launch_window(inputs, out, scalars, tuning)
-    if new_state is not None:
-        launch_state(inputs, new_state, scalars)
+    scalars = torch.empty(plan.num_scalars, dtype=torch.float32, device=out.device) if plan.num_scalars else None
+    take(plan.steps, out, new_state, scalars, *(prepared(inputs) if plan.copies else inputs)[:9])
     return out
 
 
-def empty_scalars(rows: int, dilation: int, tuning: Tuning, device: torch.device) -> Tensor:
-    """Room for g and the conv norm's scale of `rows`, the streams of every token: [2, streams, tokens].
+def planned(inputs: Inputs, new_state: Tensor | None, tuning: Tuning) -> Plan:
+    check(inputs)
+    batch, seq, width = inputs.key.shape
+    if inputs.key.numel() == 0:
+        return Plan((), 0, inputs.out_dtype, False)
+    ready = prepared(inputs)
+    rows = batch * seq * (width // inputs.value.shape[-1])
+    num_scalars = scalars_size(rows, inputs.dilation, tuning)
+    steps: tuple[Step, ...]
+    if seq == 1 and rows <= tuning.few_rows:
+        steps, num_scalars = (few_tokens_step(ready, new_state, tuning, "none"),), 0
+    elif seq == 1:
+        steps = (scalars_step(ready, tuning), few_tokens_step(ready, new_state, tuning, "scalars", given=True))
+    else:
+        if batch * seq <= tuning.few_tokens:
+            steps = (few_tokens_step(ready, None, tuning, "scalars"),)
+        else:
+            steps = (scalars_step(ready, tuning), window_step(ready, tuning))
+        if new_state is not None and new_state.shape[-1]:
+            steps += (state_step(ready, new_state),)
+    return Plan(steps, num_scalars, inputs.out_dtype, any(a is not b for a, b in zip(ready[:9], inputs[:9])))
+
+
+def prepared(inputs: Inputs) -> Inputs:
+    """The inputs as the kernels take them: rows and weights contiguous, the taps aligned, a batch in front."""
+    key, value, hidden = (gate_op.batched(x) for x in inputs[:3])
+    weights = {name: getattr(inputs, name).contiguous() for name in Inputs._fields[3:6]}
+    return inputs._replace(key=key, value=value, hidden=hidden, conv_weight=aligned(inputs.conv_weight), **weights)
+
+
+def scalars_size(rows: int, dilation: int, tuning: Tuning) -> int:
+    """Room for g and the conv norm's scale of `rows`, the streams of every token: float32 [2, streams, tokens].
 
     window_kernel also reads, unused, those of the steps that it has past the end or looks ahead to.
     """
-    return torch.empty(2 * rows + 2 * tuning.conv_steps * dilation, dtype=torch.float32, device=device)
+    return 2 * rows + 2 * tuning.conv_steps * dilation
 
 
-def launch_scalars(inputs: Inputs, scalars: Tensor, tuning: Tuning) -> None:
-    gate_op.launch_gate(
-        *inputs[:6], inputs.mask, gate_op.epsilons(inputs.eps, inputs.eps_tensors), inputs.gate_dtype, inputs.plain,
-        scalars=scalars, rows=tuning.gate_rows, num_warps=tuning.gate_warps, max_registers=tuning.gate_registers,
-        leads=depends(scalars.device, tuning),
+def scalars_step(inputs: Inputs, tuning: Tuning) -> Step:
+    launch = gate_op.planned(
+        *inputs[:3], inputs.mask, gate_op.epsilons(inputs.eps, inputs.eps_tensors), inputs.gate_dtype, inputs.plain,
+        full=False, rows=tuning.gate_rows, num_warps=tuning.gate_warps, max_registers=tuning.gate_registers,
+        leads=depends(inputs.key.device, tuning),
     )  # fmt: skip
+    return ROLES.step(launch, "none", "none", "scalars", *Inputs._fields[:6], "mask")
 
 
 def depends(device: torch.device, tuning: Tuning) -> bool:
@@ -202,11 +237,11 @@ def depends(device: torch.device, tuning: Tuning) -> bool:
     return tuning.dependent and device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
 
 
-def launch_few_tokens(
-    inputs: Inputs, out: Tensor, new_state: Tensor | None, scalars: Tensor | None, tuning: Tuning, given: bool = False
-) -> None:
+def few_tokens_step(
+    inputs: Inputs, new_state: Tensor | None, tuning: Tuning, scalars: str, given: bool = False
+) -> Step:
     """`scalars` receives g and the conv norm's scale, or (`given`, single tokens) holds them."""
-    key, value, hidden = (gate_op.batched(x) for x in inputs[:3])
+    key, value, hidden = inputs[:3]
     batch, seq, width = value.shape
     streams = key.shape[-1] // width
     kernel = inputs.conv_weight.shape[-1]
@@ -223,18 +258,10 @@ def launch_few_tokens(
         block = min(512, next_power_of_2(width))
         while block < width and cdiv(width, block) * streams * batch * seq > tuning.few_programs:
             block *= 2
-    follows = given and depends(out.device, tuning)
-    few_tokens_kernel[(cdiv(width, block) * streams * batch * seq,)](
-        out,
-        new_state if window else None,
-        scalars,
-        key,
-        value,
-        hidden,
-        *(weight.contiguous() for weight in inputs[3:6]),
-        aligned(inputs.conv_weight),
-        inputs.mask,
-        inputs.state,
+    follows = given and depends(key.device, tuning)
+    launch = Launch(
+        few_tokens_kernel,
+        cdiv(width, block) * streams * batch * seq,
         batch * seq,
         seq,
         *key.stride()[:2],
@@ -264,26 +291,21 @@ def launch_few_tokens(
         launch_pdl=follows,
         **gate_op.dtypes(key, value, hidden, inputs.gate_dtype),
     )
+    return ROLES.step(launch, "out", "new_state" if window else "none", scalars, *Inputs._fields[:9])
 
 
-def launch_window(inputs: Inputs, out: Tensor, scalars: Tensor, tuning: Tuning) -> None:
-    value, hidden = gate_op.batched(inputs.value), gate_op.batched(inputs.hidden)
+def window_step(inputs: Inputs, tuning: Tuning) -> Step:
+    value, hidden = inputs.value, inputs.hidden
     batch, seq, width = value.shape
-    streams = out.shape[-1] // width
+    streams = hidden.shape[-1] // width
     # The largest power of two that divides the row, so that no thread idles, unless that is very small.
     block = min(max(tuning.conv_block // 4, width & -width), tuning.conv_block, next_power_of_2(width))
     blocks = cdiv(width, block) * streams
     turns, segments = turns_of(batch, seq, inputs.dilation, tuning.conv_steps, tuning.conv_programs // blocks)
-    follows = depends(out.device, tuning)
-    window_kernel[(blocks * batch * segments * inputs.dilation,)](
-        out,
-        scalars,
-        value,
-        hidden,
-        inputs.norm_conv_weight.contiguous(),
-        aligned(inputs.conv_weight),
-        inputs.mask,
-        inputs.state,
+    follows = depends(hidden.device, tuning)
+    launch = Launch(
+        window_kernel,
+        blocks * batch * segments * inputs.dilation,
         batch * seq,
         seq,
         segments,
@@ -306,6 +328,7 @@ def launch_window(inputs: Inputs, out: Tensor, scalars: Tensor, tuning: Tuning) 
         num_warps=max(1, block // (32 * tuning.conv_vector)),
         launch_pdl=follows,
     )
+    return ROLES.step(launch, "out", "scalars", "value", "hidden", "norm_conv_weight", "conv_weight", "mask", "state")
 
 
 def aligned(weight: Tensor) -> Tensor:
@@ -321,21 +344,15 @@ def turns_of(batch: int, seq: int, dilation: int, steps: int, wanted: int) -> tu
     return turns, cdiv(all_turns, turns)
 
 
-def launch_state(inputs: Inputs, new_state: Tensor, scalars: Tensor) -> None:
-    value = gate_op.batched(inputs.value)
+def state_step(inputs: Inputs, new_state: Tensor) -> Step:
+    value = inputs.value
     batch, seq, width = value.shape
     streams = new_state.shape[1] // width
     window = new_state.shape[-1]
-    if window == 0:
-        return
     block = min(64, next_power_of_2(width))
-    state_kernel[(cdiv(width, block) * streams * batch,)](
-        new_state,
-        inputs.state,
-        scalars,
-        value,
-        inputs.norm_conv_weight.contiguous(),
-        inputs.mask,
+    launch = Launch(
+        state_kernel,
+        cdiv(width, block) * streams * batch,
         batch * seq,
         seq,
         *value.stride()[:2],
@@ -351,6 +368,7 @@ def launch_state(inputs: Inputs, new_state: Tensor, scalars: Tensor) -> None:
         PLAIN=inputs.plain,
         num_warps=4,
     )
+    return ROLES.step(launch, "new_state", "state", "scalars", "value", "norm_conv_weight", "mask")
 
 
 def check(inputs: Inputs) -> None:

@@ -21,6 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ple_compile.ops import _address_order, _host_reads
+from ple_compile.ops._launches import Launch, Plans, layout
 from ple_compile.ops._library import define
 from ple_compile.ops._sizes import cdiv, next_power_of_2
 from ple_compile.ops._words import in_words, word_type
@@ -117,16 +118,22 @@ def prepared(rows: Tensor, table: Tensor, ids: Tensor) -> _host_reads.Gather:
 
 
 def run(rows: Tensor, table: Tensor, ids: Tensor, choices: Choices, positions: Tensor | None = None) -> None:
+    key = (layout(ids, rows, table, positions), choices)
+    _LAUNCHES.find(key, planned, table, ids, choices)(rows, table, ids, positions)
+
+
+_LAUNCHES: Plans[Launch] = Plans()
+
+
+def planned(table: Tensor, ids: Tensor, choices: Choices) -> Launch:
     word = word_type(table)
     row_words = in_words(table.shape[1], table, word)
     block_words = next_power_of_2(row_words)
     block_rows = max(1, min(choices.most_rows, choices.tile_words // block_words))
     programs = min(choices.programs, cdiv(ids.numel(), block_rows))
-    lookup_kernel[(programs,)](
-        rows,
-        table,
-        ids,
-        positions,
+    return Launch(
+        lookup_kernel,
+        programs,
         ids.numel(),
         table.shape[0],
         programs * block_rows,

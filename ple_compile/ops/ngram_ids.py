@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ple_compile.ops._launches import Launch, Plans, layout
 from ple_compile.ops._library import define
 from ple_compile.ops._sizes import cdiv, next_power_of_2
 from ple_compile.tuning.table import chosen
@@ -149,19 +150,33 @@ def run(
     eos: int,
     choices: Choices,
 ) -> Tensor:
+    key = (layout(tokens, context, multipliers, sizes, offsets), eos, choices)
+    launch = _LAUNCHES.find(key, planned, tokens, context, multipliers, sizes, offsets, eos, choices)
+    ids = torch.empty((*tokens.shape, sizes.shape[0]), dtype=torch.int64, device=tokens.device)
+    if ids.numel():
+        hashes = (multipliers.contiguous(), sizes.contiguous(), offsets.contiguous())
+        launch(ids, tokens, tokens if context is None else context, *hashes)
+    return ids
+
+
+_LAUNCHES: Plans[Launch] = Plans()
+
+
+def planned(
+    tokens: Tensor,
+    context: Tensor | None,
+    multipliers: Tensor,
+    sizes: Tensor,
+    offsets: Tensor,
+    eos: int,
+    choices: Choices,
+) -> Launch:
     _check(tokens, context, multipliers, sizes, offsets)
     batch, seq = tokens.shape
-    ids = torch.empty((batch, seq, sizes.numel()), dtype=torch.int64, device=tokens.device)
-    if ids.numel() == 0:
-        return ids
     ngram, heads = multipliers.numel(), sizes.numel() // (multipliers.numel() - 1)
-    ngram_ids_kernel[(cdiv(batch * seq, choices.block),)](
-        ids,
-        tokens,
-        tokens if context is None else context,
-        multipliers.contiguous(),
-        sizes.contiguous(),
-        offsets.contiguous(),
+    return Launch(
+        ngram_ids_kernel,
+        cdiv(batch * seq, choices.block),
         batch * seq,
         seq,
         0 if context is None else context.shape[1],
@@ -176,7 +191,6 @@ def run(
         BLOCK=choices.block,
         num_warps=choices.num_warps,
     )
-    return ids
 
 
 def fake(

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ple_compile.ops import lookup as lookup_op
 from ple_compile.ops import ngram_ids as ids_op
+from ple_compile.ops._launches import Launch, Plans, layout
 from ple_compile.ops._library import define
 from ple_compile.ops._sizes import cdiv, next_power_of_2
 from ple_compile.ops._words import in_words, word_type
@@ -171,18 +172,32 @@ def run(
         return lookup_op.launch(table, ids_op.launch(tokens, context, multipliers, sizes, offsets, eos))
     if rows.numel() == 0:
         return rows
+    key = (layout(tokens, context, multipliers, sizes, offsets, table), eos, choices)
+    launch = _LAUNCHES.find(key, planned, table, tokens, context, multipliers, sizes, eos, choices)
+    hashes = (multipliers.contiguous(), sizes.contiguous(), offsets.contiguous())
+    launch(rows, table, tokens, tokens if context is None else context, *hashes)
+    return rows
+
+
+_LAUNCHES: Plans[Launch] = Plans()
+
+
+def planned(
+    table: Tensor,
+    tokens: Tensor,
+    context: Tensor | None,
+    multipliers: Tensor,
+    sizes: Tensor,
+    eos: int,
+    choices: Choices,
+) -> Launch:
     num_ids = tokens.numel() * sizes.numel()
     word = word_type(table)
     row_words = in_words(table.shape[1], table, word)
     block_rows = choices.many_rows if num_ids >= 512 * choices.many_rows else choices.few_rows
-    ngram_lookup_kernel[(cdiv(num_ids, block_rows),)](
-        rows,
-        table,
-        tokens,
-        tokens if context is None else context,
-        multipliers.contiguous(),
-        sizes.contiguous(),
-        offsets.contiguous(),
+    return Launch(
+        ngram_lookup_kernel,
+        cdiv(num_ids, block_rows),
         num_ids,
         table.shape[0],
         tokens.shape[1],
@@ -199,7 +214,6 @@ def run(
         BLOCK_WORDS=next_power_of_2(row_words),
         num_warps=choices.num_warps,
     )
-    return rows
 
 
 def fake(

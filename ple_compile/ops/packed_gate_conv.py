@@ -15,7 +15,7 @@ stream. Launches: one for up to `few_rows` single tokens, two for more of them, 
 """
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,13 +23,14 @@ from torch import Tensor
 from ple_compile.ops import _packed
 from ple_compile.ops import gate as gate_op
 from ple_compile.ops import packed_short_conv as conv_op
+from ple_compile.ops._launches import Launch, Plans, Roles, Step, layout, take
 from ple_compile.ops._library import define
 from ple_compile.ops._packed import Requests
 from ple_compile.ops._packed_gate_conv_kernels import columns_kernel, decode_kernel, window_kernel
 from ple_compile.ops._rounding import TRITON_DTYPE
 from ple_compile.ops._sizes import cdiv, next_power_of_2
 from ple_compile.ops._tiles import row_parts, vector_size
-from ple_compile.ops.gate_conv import Tuning, aligned, depends, empty_scalars, tuned, turns_of
+from ple_compile.ops.gate_conv import Tuning, aligned, depends, scalars_size, tuned, turns_of
 
 # Decoding knows one or two launches (gate_conv's `few_rows` says which is faster). They are right for any batch with as
 # many tokens as requests, and slow for requests of many tokens in it, which they walk through one by one; telling those
@@ -108,44 +109,78 @@ def launch(*args) -> tuple[Tensor, Tensor]:
     return run(inputs, tuned("packed_gate_conv", PACKED, inputs.value))
 
 
+ROLES = Roles("out", "exported", "scalars", *Inputs._fields[:13])
+REQUESTS = Requests._fields
+
+
+class Plan(NamedTuple):
+    """What one layout of the inputs takes."""
+
+    steps: tuple[Step, ...]
+    num_scalars: int
+    copies: bool  # whether the kernels need some inputs in another layout
+
+
+_PLANS: Plans[Plan] = Plans()
+
+
 def run(inputs: Inputs, tuning: Tuning) -> tuple[Tensor, Tensor]:
-    check(inputs)
-    tokens, channels = inputs.key.shape
+    eps = tuple(gate_op.epsilons(inputs.eps, inputs.eps_tensors))
+    key = (layout(*inputs[:13]), eps, inputs[15:], WALK_WHERE_TOKENS_ARE_AS_MANY_AS_REQUESTS, tuning)
+    plan = _PLANS.find(key, planned, inputs, tuning)
     out, exported = fake(*inputs)
     if out.numel() == 0:
         return out, exported.zero_()
-    key, value, hidden = (gate_op.batched(x)[0] for x in inputs[:3])  # the last dimension contiguous
-    inputs = inputs._replace(key=key, value=value, hidden=hidden)
-    rows = tokens * (channels // value.shape[-1])
-    scalars = empty_scalars(rows, inputs.dilation, tuning, out.device)
-    decoding = WALK_WHERE_TOKENS_ARE_AS_MANY_AS_REQUESTS and tokens == inputs.requests.num_requests
-    if decoding and inputs.boundaries is None:
-        if rows <= tuning.few_rows:
-            launch_decode(inputs, out, scalars, tuning, given=False)
-        else:
-            launch_scalars(inputs, scalars, tuning)
-            launch_decode(inputs, out, scalars, tuning, given=True)
-        return out, exported
-    launch_scalars(inputs, scalars, tuning)
-    launch_window(inputs, out, scalars, tuning)
-    if inputs.boundaries is not None:
-        launch_columns(inputs, exported, scalars, inputs.boundaries)
-    launch_columns(inputs, inputs.pool, scalars, None)
+    scalars = torch.empty(plan.num_scalars, dtype=torch.float32, device=out.device)
+    take(plan.steps, out, exported, scalars, *(prepared(inputs) if plan.copies else inputs)[:13])
     return out, exported
 
 
-def launch_scalars(inputs: Inputs, scalars: Tensor, tuning: Tuning) -> None:
-    gate_op.launch_gate(
-        *inputs[:6], None, gate_op.epsilons(inputs.eps, inputs.eps_tensors), inputs.gate_dtype, inputs.plain,
-        scalars=scalars, rows=tuning.gate_rows, num_warps=tuning.gate_warps, max_registers=tuning.gate_registers,
-        leads=depends(scalars.device, tuning),
+def planned(inputs: Inputs, tuning: Tuning) -> Plan:
+    check(inputs)
+    tokens, channels = inputs.key.shape
+    if inputs.key.numel() == 0:
+        return Plan((), 0, False)
+    ready = prepared(inputs)
+    rows = tokens * (channels // inputs.value.shape[-1])
+    decoding = WALK_WHERE_TOKENS_ARE_AS_MANY_AS_REQUESTS and tokens == inputs.requests.num_requests
+    steps: tuple[Step, ...]
+    if decoding and inputs.boundaries is None:
+        if rows <= tuning.few_rows:
+            steps = (decode_step(ready, tuning, given=False),)
+        else:
+            steps = (scalars_step(ready, tuning), decode_step(ready, tuning, given=True))
+    else:
+        steps = (scalars_step(ready, tuning), window_step(ready, tuning))
+        if inputs.boundaries is not None and inputs.boundaries.shape[0]:
+            steps += (columns_step(ready, inputs.new_export(), inputs.boundaries, "exported", "boundaries"),)
+        steps += (columns_step(ready, inputs.pool, None, "pool", "none"),)
+    copies = any(a is not b for a, b in zip(ready[:13], inputs[:13]))
+    return Plan(steps, scalars_size(rows, inputs.dilation, tuning), copies)
+
+
+def prepared(inputs: Inputs) -> Inputs:
+    """The inputs as the kernels take them: rows and weights contiguous, the taps aligned, bools as bytes."""
+    ready: dict[str, Any] = inputs.requests.without_bools()._asdict()
+    ready |= {name: x if x.stride(-1) == 1 else x.contiguous() for name, x in zip(Inputs._fields, inputs[:3])}
+    ready |= {name: getattr(inputs, name).contiguous() for name in Inputs._fields[3:6]}
+    return inputs._replace(conv_weight=aligned(inputs.conv_weight), **ready)
+
+
+def scalars_step(inputs: Inputs, tuning: Tuning) -> Step:
+    key, value, hidden = (gate_op.batched(x) for x in inputs[:3])
+    launch = gate_op.planned(
+        key, value, hidden, None, gate_op.epsilons(inputs.eps, inputs.eps_tensors), inputs.gate_dtype, inputs.plain,
+        full=False, rows=tuning.gate_rows, num_warps=tuning.gate_warps, max_registers=tuning.gate_registers,
+        leads=depends(inputs.key.device, tuning),
     )  # fmt: skip
+    return ROLES.step(launch, "none", "none", "scalars", *Inputs._fields[:6], "none")
 
 
-def launch_decode(inputs: Inputs, out: Tensor, scalars: Tensor, tuning: Tuning, *, given: bool) -> None:
-    """`given`: `scalars` holds them; else every program computes its own."""
+def decode_step(inputs: Inputs, tuning: Tuning, *, given: bool) -> Step:
+    """`given`: the scalars are there; else every program computes its own."""
     tokens, width = inputs.value.shape
-    streams = out.shape[1] // width
+    streams = inputs.key.shape[1] // width
     if given:
         block, num_warps = min(tuning.step_block, next_power_of_2(width)), tuning.step_warps
     else:
@@ -154,15 +189,11 @@ def launch_decode(inputs: Inputs, out: Tensor, scalars: Tensor, tuning: Tuning, 
         block = min(512, next_power_of_2(width))
         while block < width and cdiv(width, block) * streams * tokens > tuning.few_programs:
             block *= 2
-    follows = given and depends(out.device, tuning)
-    decode_kernel[(cdiv(width, block) * streams * tokens,)](
-        out,
-        scalars,
-        *inputs[:3],
-        *(weight.contiguous() for weight in inputs[3:6]),
-        aligned(inputs.conv_weight),
-        inputs.pool,
-        *inputs.requests.kernel_arguments(),
+    follows = given and depends(inputs.key.device, tuning)
+    launch = Launch(
+        decode_kernel,
+        cdiv(width, block) * streams * tokens,
+        *inputs.requests.strides(),
         tokens,
         inputs.key.stride(0),
         inputs.value.stride(0),
@@ -187,25 +218,21 @@ def launch_decode(inputs: Inputs, out: Tensor, scalars: Tensor, tuning: Tuning, 
         launch_pdl=follows,
         **gate_op.dtypes(*inputs[:3], inputs.gate_dtype),
     )
+    return ROLES.step(launch, "out", "scalars", *Inputs._fields[:7], "pool", *REQUESTS)
 
 
-def launch_window(inputs: Inputs, out: Tensor, scalars: Tensor, tuning: Tuning) -> None:
+def window_step(inputs: Inputs, tuning: Tuning) -> Step:
     tokens, width = inputs.value.shape
-    streams = out.shape[1] // width
+    streams = inputs.key.shape[1] // width
     # The largest power of two that divides the row, so that no thread idles, unless that is very small.
     block = min(max(tuning.conv_block // 4, width & -width), tuning.conv_block, next_power_of_2(width))
     blocks = cdiv(width, block) * streams
     turns, segments = turns_of(1, tokens, inputs.dilation, tuning.conv_steps, tuning.conv_programs // blocks)
-    follows = depends(out.device, tuning)
-    window_kernel[(blocks * segments * inputs.dilation,)](
-        out,
-        scalars,
-        inputs.value,
-        inputs.hidden,
-        inputs.norm_conv_weight.contiguous(),
-        aligned(inputs.conv_weight),
-        inputs.pool,
-        *inputs.requests.kernel_arguments(),
+    follows = depends(inputs.key.device, tuning)
+    launch = Launch(
+        window_kernel,
+        blocks * segments * inputs.dilation,
+        *inputs.requests.strides(),
         tokens,
         inputs.requests.num_requests,
         turns,
@@ -227,25 +254,21 @@ def launch_window(inputs: Inputs, out: Tensor, scalars: Tensor, tuning: Tuning) 
         num_warps=max(1, block // (32 * tuning.conv_vector)),
         launch_pdl=follows,
     )
+    weights = ("norm_conv_weight", "conv_weight")
+    return ROLES.step(launch, "out", "scalars", "value", "hidden", *weights, "pool", *REQUESTS)
 
 
-def launch_columns(inputs: Inputs, new: Tensor, scalars: Tensor, boundaries: Tensor | None) -> None:
-    """The slots' new columns, or those at `boundaries` into `new` [boundaries, C, reach]."""
+def columns_step(inputs: Inputs, new: Tensor, boundaries: Tensor | None, into: str, at: str) -> Step:
+    """The slots' new columns, or those at `boundaries` into `new` [boundaries, C, reach], whose roles these are."""
     tokens, width = inputs.value.shape
     streams = inputs.pool.shape[1] // width
     count = inputs.requests.num_requests if boundaries is None else boundaries.shape[0]
-    if count == 0:
-        return
     block = min(64, next_power_of_2(width))
-    columns_kernel[(cdiv(width, block) * streams * count,)](
-        new,
-        inputs.pool,
-        scalars,
-        inputs.value,
-        inputs.norm_conv_weight.contiguous(),
-        boundaries,
+    launch = Launch(
+        columns_kernel,
+        cdiv(width, block) * streams * count,
         0 if boundaries is None else boundaries.stride(0),
-        *inputs.requests.kernel_arguments(),
+        *inputs.requests.strides(),
         tokens,
         inputs.requests.num_requests,
         inputs.value.stride(0),
@@ -263,6 +286,7 @@ def launch_columns(inputs: Inputs, new: Tensor, scalars: Tensor, boundaries: Ten
         PLAIN=inputs.plain,
         num_warps=4,
     )
+    return ROLES.step(launch, into, "pool", "scalars", "value", "norm_conv_weight", at, *REQUESTS)
 
 
 def check(inputs: Inputs) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ple_compile.ops import _packed
 from ple_compile.ops import ngram_ids as padded
+from ple_compile.ops._launches import Launch, Plans, layout
 from ple_compile.ops._library import define
 from ple_compile.ops._sizes import cdiv, next_power_of_2
 
@@ -119,21 +120,29 @@ def launch(
     tokens: Tensor, query_start_loc: Tensor, context: Tensor, multipliers: Tensor, sizes: Tensor, offsets: Tensor,
     eos: int,
 ) -> Tensor:  # fmt: skip
-    check(tokens, query_start_loc, context, multipliers, sizes, offsets)
+    key = (layout(tokens, query_start_loc, context, multipliers, sizes, offsets), eos)
+    launch = _LAUNCHES.find(key, planned, tokens, query_start_loc, context, multipliers, sizes, offsets, eos)
     ids = fake(tokens, query_start_loc, context, multipliers, sizes, offsets, eos)
-    if ids.numel() == 0:
-        return ids
+    if ids.numel():
+        hashes = (multipliers.contiguous(), sizes.contiguous(), offsets.contiguous())
+        launch(ids, tokens, query_start_loc, context, *hashes)
+    return ids
+
+
+_LAUNCHES: Plans[Launch] = Plans()
+
+
+def planned(
+    tokens: Tensor, query_start_loc: Tensor, context: Tensor, multipliers: Tensor, sizes: Tensor, offsets: Tensor,
+    eos: int,
+) -> Launch:  # fmt: skip
+    check(tokens, query_start_loc, context, multipliers, sizes, offsets)
     ngram, heads = multipliers.numel(), sizes.numel() // (multipliers.numel() - 1)
     requests = query_start_loc.shape[0] - 1
     block = 8
-    packed_ngram_ids_kernel[(cdiv(tokens.shape[0], block),)](
-        ids,
-        tokens,
-        query_start_loc,
-        context,
-        multipliers.contiguous(),
-        sizes.contiguous(),
-        offsets.contiguous(),
+    return Launch(
+        packed_ngram_ids_kernel,
+        cdiv(tokens.shape[0], block),
         tokens.shape[0],
         requests,
         eos,
@@ -147,7 +156,6 @@ def launch(
         REQUESTS=_packed.search_block(requests),
         num_warps=4,
     )
-    return ids
 
 
 def fake(

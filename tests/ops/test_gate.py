@@ -2,7 +2,7 @@ import pytest
 import torch
 from ple_inputs import assert_close_to_exact, eager_gate, make_inputs, share_equal, to_float64
 
-from ple_compile.ops.gate import gate, launch, launch_gate, reference
+from ple_compile.ops.gate import gate, launch, planned, reference
 
 # batch, seq, width, streams
 SHAPES = [(2, 5, 24, 4), (1, 3, 96, 2), (1, 2, 1000, 3), (3, 1, 8, 8)]
@@ -48,9 +48,8 @@ def test_kernel_rounds_where_eager_rounds(rows, num_warps):
     inputs = make_inputs(1, 7, 64, 2, dtype=torch.bfloat16, seed=5)
     gated = torch.empty(inputs.key.shape, dtype=torch.bfloat16, device=inputs.key.device)
     normed = torch.empty_like(gated)
-    launch_gate(
-        *inputs[:6], None, inputs.eps, torch.bfloat16, gated=gated, normed=normed, rows=rows, num_warps=num_warps
-    )
+    kernel = planned(*inputs[:3], None, inputs.eps, torch.bfloat16, False, full=True, rows=rows, num_warps=num_warps)
+    kernel(gated, normed, None, *inputs[:6], None)
     for actual, expected in zip((gated, normed), eager_gate(inputs), strict=True):
         assert share_equal(actual, expected) >= 0.999
 
