@@ -9,10 +9,11 @@ Matches:
 Becomes:
     rows = ple.dequantized_lookup(table, scale, table_scale, ids, float32, bfloat16)
 
-A table of bf16 or float32 is left to Inductor, whose gather is as good, and so is the arithmetic after a lookup in a
-sharded table, whose rows travel as they are stored. Declines when rows are used without a scale or move to another
-device before they are scaled, when the scales are looked up by other ids or belong to no known format, when something
-inside is read elsewhere (autograd), or when the probe differs. With `debug` the ids go through ple.checked_ids first.
+A table of bf16 or float32 is left as it is (on a GPU its rows come with their ids, ple_compile/join_on_gpu.py), and so
+is the arithmetic after a lookup in a sharded table, whose rows travel as they are stored. Declines when rows are used
+without a scale or move to another device before they are scaled, when the scales are looked up by other ids or belong
+to no known format, when something inside is read elsewhere (autograd), or when the probe differs. With `debug` the ids
+go through ple.checked_ids first.
 """
 
 from torch.fx import Graph

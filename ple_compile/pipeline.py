@@ -14,6 +14,7 @@ import ple_compile.passes as passes
 from ple_compile import upstream
 from ple_compile.config import Config
 from ple_compile.expand_on_cpu import expand_on_cpu
+from ple_compile.join_on_gpu import join_on_gpu
 from ple_compile.matching.graph import is_inside
 from ple_compile.passes.fuse_gate import fuse_gate
 from ple_compile.passes.fuse_lookup import fuse_lookup
@@ -102,7 +103,9 @@ class FusePass(upstream.CustomGraphPass):
         self.expand(graph)
 
     def expand(self, graph: Graph) -> None:
-        """Prepare what the passes left on a CPU for Inductor."""
+        """Prepare what the passes left for Inductor, device by device."""
+        if not self.config.debug:
+            join_on_gpu(graph)
         expand_on_cpu(graph)
 
 
