@@ -8,6 +8,9 @@ The flight is a copy of the ids that stands for the transfer: it carries the row
 a Python attribute, so the wait can hand over that very buffer, without a copy and without an output that aliases a
 graph-visible input. Its data dependence states the order. Nothing is shared between two flights.
 
+Where both streams are free, the caller's next kernel would win the race for the device, and one that fills it keeps
+the few programs of the fetch waiting: the caller's stream goes on when the side stream has come to the fetch.
+
 Memory and streams: the buffer is allocated on the caller's stream before the fork and released on it after the join.
 The side stream gets the one kernel that takes long, and reads the copy: Inductor may give start and wait a buffer each
 with the same ids, and then reuses the start's while the transfer runs. What comes before that kernel is launched on the
@@ -79,12 +82,14 @@ def start_on_cuda(table: Tensor, ids: Tensor) -> Tensor:
     main = torch.accelerator.current_stream(ids.device)
     side = _side_stream(main)
     side.wait_stream(main)
+    forked = side.record_event()
     try:
         with side:
             gather.fetch()
     except BaseException:
         main.wait_event(side.record_event())  # what was launched by then writes to memory that is freed now
         raise
+    main.wait_event(forked)
     captured = torch.cuda.is_current_stream_capturing()
     flight.__dict__["transfer"] = _Transfer(rows, gather, main, side.record_event(), captured)
     return flight

@@ -120,6 +120,29 @@ def test_the_gather_runs_beside_the_products_of_the_previous_layer(mode):
 
 
 @torch.no_grad()
+def test_the_product_after_the_fork_leaves_room_for_the_gather():
+    """It fills the device, so the gather must not come second. (A CUDA graph orders its branches itself.)"""
+    model = host_model(hidden=4096)
+    step, args = compiled(model, "default"), model.inputs(8192)
+    for _ in range(4):
+        step(*args)
+
+    def behind_a_pause():
+        torch.cuda._sleep(100_000_000)
+        step(*args)
+
+    events = device_events(behind_a_pause)
+    (gather,) = [e for e in events if e.name == "lookup_kernel"]
+    following = next(
+        e
+        for e in sorted(events, key=lambda e: e.time_range.start)
+        if is_product(e) and e.time_range.end > gather.time_range.start
+    )
+    late = gather.time_range.start - following.time_range.start
+    assert late < 0.1 * following.time_range.elapsed_us(), (late, following.time_range.elapsed_us())
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("mode", MODES)
 def test_a_thousand_steps_give_the_rows_asked_for(mode):
     model = host_model()

@@ -17,12 +17,15 @@ class Stream:
 
     def __init__(self, name: str, events: list[str]):
         self.name, self.events = name, events
+        self.recorded = 0
 
     def wait_stream(self, other: "Stream") -> None:
         self.events.append(f"{self.name} waits for {other.name}")
 
     def record_event(self) -> str:
-        return f"all of {self.name}"
+        self.recorded += 1
+        self.events.append(f"{self.name} records {self.recorded}")
+        return f"{self.recorded} of {self.name}"
 
     def wait_event(self, event: str) -> None:
         self.events.append(f"{self.name} waits for {event}")
@@ -33,6 +36,10 @@ class Stream:
     def __exit__(self, *_: object) -> None:
         self.events.append("on main")
 
+
+# The main stream goes on when the side stream has come to the gather, and later waits for all of it.
+FORK = ["side waits for main", "side records 1", "on side"]
+JOIN = ["on main", "main waits for 1 of side", "side records 2", "main waits for 2 of side"]
 
 KERNELS = [f"{name}_kernel" for name in ("prepare", "probe", "hits", "fetch", "release", "follow")]
 
@@ -75,15 +82,14 @@ def test_only_the_gather_runs_on_the_side_stream(
     ids.zero_()  # the caller may write to them from here on
     rows = lookup_async.wait_on_cuda(flight, table, ids)
     assert torch.equal(rows, expected)
-    forked = ["side waits for main", "on side", "gather", "on main", "main waits for all of side"]
-    assert events == ["order"] * ordered + forked
+    assert events == ["order"] * ordered + [*FORK, "gather", *JOIN]
 
 
 def test_nothing_is_launched_for_no_ids(events: list[str]) -> None:
     table, ids = torch.randn(50, 8), torch.zeros(0, 4, dtype=torch.int64)
     flight = lookup_async.start_on_cuda(table, ids)
     assert lookup_async.wait_on_cuda(flight, table, ids).shape == (0, 4, 8)
-    assert events == ["side waits for main", "on side", "on main", "main waits for all of side"]
+    assert events == [*FORK, *JOIN]
 
 
 def test_with_hot_rows_only_the_fetch_runs_beside(events: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,7 +103,6 @@ def test_with_hot_rows_only_the_fetch_runs_beside(events: list[str], monkeypatch
     cache = hot_rows.attach(table, 4096, torch.device("cpu"))
     flight = lookup_async.start_on_cuda(table, ids)
     assert torch.equal(lookup_async.wait_on_cuda(flight, table, ids), table[ids])
-    before = ["prepare", "probe", "hits", "side waits for main"]
-    assert events == [*before, "on side", "fetch", "release", "on main", "main waits for all of side", "follow"]
+    assert events == ["prepare", "probe", "hits", *FORK, "fetch", "release", *JOIN, "follow"]
     assert cache.counts()["looked_up"] == 80
     hot_rows.detach(table)
