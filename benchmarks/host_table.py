@@ -2,6 +2,7 @@
 
     python benchmarks/real_text.py --out tokens.npz        # once, two minutes of CPU
     python benchmarks/host_table.py --tokens tokens.npz    # JSON to host_table.json, tables in Markdown to stdout
+    python benchmarks/host_table.py --tokens tokens.npz --tables layer --layer-tokens 8192    # the other rows stay
 
 Needs a CUDA device, host memory for the table (`--rows`, 320 bytes each) and room for a copy of it on the GPU (the
 "table on GPU" column is left out when it does not fit). Times are medians of wall time between two synchronisations.
@@ -37,6 +38,7 @@ from ple_compile.tables import hot_rows
 from ple_compile.tables.offload import offload_tables
 
 HIDDEN, WIDTH, HEADS, TOKENS, MODES = 2560, 160, 16, (1, 64, 8192), ("default", "reduce-overhead")
+TABLES = ("rate", "neighbour", "layer", "hot_rows")
 # Enough that no cache of the host holds the rows of a batch when it comes again.
 NUM_BATCHES = 48
 LAYER_US = 600.0
@@ -300,6 +302,8 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=110_000_000, help="rows of the table; the default is 32.8 GiB")
     parser.add_argument("--tokens", type=Path, help="made by real_text.py; made afresh when left out")
     parser.add_argument("--cache-percent", type=float, nargs="+", default=[0.5, 1, 2, 4, 8])
+    parser.add_argument("--tables", nargs="+", choices=TABLES, default=TABLES)
+    parser.add_argument("--layer-tokens", type=int, nargs="+", default=list(TOKENS), help="of the layer table")
     parser.add_argument("--out", type=Path, default=Path("host_table.json"))
     options = parser.parse_args()
     if not torch.cuda.is_available():
@@ -315,19 +319,25 @@ def main() -> None:
     if weight.nbytes < torch.cuda.mem_get_info()[0] - 16 * 2**30:
         gpu_table = nn.Embedding(1, WIDTH, device="cuda", dtype=weight.dtype).requires_grad_(False)
         gpu_table.weight.data = weight.detach().cuda()
-    report: dict[str, Any] = {
-        "environment": environment(),
-        "table_gib": weight.nbytes / 2**30,
-        "page_lock_seconds_per_gib": pin_seconds / (weight.nbytes / 2**30),
-        "rate": [measure_rate(model, tokens) for tokens in (*TOKENS, 32768)],
-        "neighbour": [measure_neighbour(model)],
-        "layer": [measure_layer(model, gpu_table, text, tokens, mode) for tokens in TOKENS for mode in MODES],
+    report: dict[str, Any] = json.loads(options.out.read_text()) if options.out.exists() else {}
+    report |= {"environment": environment(), "table_gib": weight.nbytes / 2**30}
+    report["page_lock_seconds_per_gib"] = pin_seconds / report["table_gib"]
+    tables: dict[str, Callable[[], list[dict]]] = {
+        "rate": lambda: [measure_rate(model, tokens) for tokens in (*TOKENS, 32768)],
+        "neighbour": lambda: [measure_neighbour(model)],
+        "layer": lambda: [
+            measure_layer(model, gpu_table, text, tokens, mode) for tokens in options.layer_tokens for mode in MODES
+        ],
+        "hot_rows": lambda: measure_hot_rows(model, text, options.cache_percent),
     }
-    del gpu_table
-    report["hot_rows"] = measure_hot_rows(model, text, options.cache_percent)
-    options.out.write_text(json.dumps(report, indent=2) + "\n")
-    for title in ("rate", "neighbour", "layer", "hot_rows"):
-        print(f"\n### {title}\n\n{markdown(report[title])}")
+    for title in options.tables:
+        if title == "hot_rows":
+            gpu_table = None
+        kept = report.get(title, []) if title == "layer" else []
+        rows = [{**row, "commit": report["environment"]["commit"]} for row in tables[title]()]
+        report[title] = [row for row in kept if row["tokens"] not in options.layer_tokens] + rows
+        options.out.write_text(json.dumps(report, indent=2) + "\n")
+        print(f"\n### {title}\n\n{markdown(rows)}")
 
 
 if __name__ == "__main__":
