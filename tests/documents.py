@@ -33,7 +33,7 @@ GPU_COMMANDS = {
         "benchmarks/layer.py --tables transformers --rows 100000 --tokens 1 --ways eager ours --out OUT/layer.json"
     ),
     "python benchmarks/host_table.py": "benchmarks/host_table.py --rows 1000000 --cache-percent 1 --out OUT/host.json",
-    "python benchmarks/whole_model.py --variants eager ple ple_whole --prompts 2048 1 8192": (
+    "python benchmarks/whole_model.py --variants eager stock ple ple_whole --prompts 2048 1 8192": (
         "benchmarks/whole_model.py --variants ple --prompts 1 --out OUT/whole.json"
     ),
     "python benchmarks/packed.py --peer DIR": "benchmarks/packed.py --out OUT/packed.json",
