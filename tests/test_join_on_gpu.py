@@ -3,13 +3,17 @@
 The CPU stands for the GPU here, whose graphs are the same; the op runs its reference.
 """
 
+from collections.abc import Callable
+
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._inductor.utils import run_and_get_code
 
 import ple_compile
 from ple_compile import join_on_gpu as module
+from ple_compile.ops import ngram_lookup
 from tests.graphs import Traced, passes_backend
 from tests.ple_cases import Case
 
@@ -85,6 +89,45 @@ class Rows(nn.Module):
 def test_only_what_goes_into_a_product(use: str, joined: bool) -> None:
     tokens = Case().inputs()[1]
     assert targets(Rows(use).eval(), tokens) == ({JOINED} if joined else {ROWS})
+
+
+class Table(nn.Module):
+    """A table that is not what is looked up in."""
+
+    def __init__(self, weight: Tensor, layout: Callable[[Tensor], Tensor]):
+        super().__init__()
+        self.weight, self.layout = nn.Parameter(weight.detach()), layout
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return F.embedding(ids, self.layout(self.weight))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "stored, layout",
+    [
+        (lambda w: w, lambda w: w * 2.0),
+        (lambda w: w.bfloat16(), lambda w: w.float()),
+        (lambda w: w.t().contiguous(), lambda w: w.t()),
+        (lambda w: w.t().contiguous().t(), lambda w: w),
+        (lambda w: w.repeat_interleave(2, 1)[:, ::2], lambda w: w),
+    ],
+    ids=["product", "cast", "transposed", "transposed in memory", "every other column"],
+)
+def test_a_table_that_is_computed_or_not_row_by_row_stays(
+    stored: Callable[[Tensor], Tensor], layout: Callable[[Tensor], Tensor]
+) -> None:
+    model, tokens = Rows("product").eval(), Case().inputs()[1]
+    model.embedding.ngram_embedding = Table(stored(model.embedding.ngram_embedding.weight), layout)
+    assert targets(model, tokens) == {ROWS}
+
+
+def test_the_op_refuses_rows_that_are_not_contiguous() -> None:
+    """The kernel reads them as they lie."""
+    table, hashes = torch.randn(8, 40).t(), (torch.tensor([3, 5]), torch.tensor([40]), torch.tensor([0]))
+    for function in (ngram_lookup.launch, ngram_lookup.reference):
+        with pytest.raises(ValueError, match="contiguous rows"):
+            function(table, torch.zeros(1, 3, dtype=torch.int64), None, *hashes, 3)
 
 
 def test_ids_that_something_else_reads_stay() -> None:

@@ -23,16 +23,21 @@ class Launch:
 
     def __init__(self, kernel: Any, programs: int, *numbers: float, **constants: Any):
         self._kernel, self._grid, self._numbers, self._constants = kernel, (programs, 1, 1), numbers, constants
-        # Compiled kernels take the constants as well, in the order of their parameters.
-        self._behind = (*numbers, *(constants[name] for name in kernel.arg_names if name in constants))
         self._compiled: Any = None
+        self._behind: tuple = ()
 
     def __call__(self, *tensors: Tensor | None) -> None:
         """Launch on the current device, for tensors of the layout that this was made for."""
-        if self._compiled is None:  # the first call; always, in Triton's interpreter
-            self._compiled = self._kernel[self._grid](*tensors, *self._numbers, **self._constants)
-        else:
+        if self._compiled is not None:
             self._compiled[self._grid](*tensors, *self._behind)
+            return
+        compiled = self._kernel[self._grid](*tensors, *self._numbers, **self._constants)
+        # Neither Triton's interpreter nor its asynchronous mode gives something to launch again.
+        if hasattr(compiled, "__getitem__"):
+            names = [name for name in self._kernel.arg_names if name in self._constants]
+            # Compiled kernels take the constants as well, in the order of their parameters.
+            self._behind = (*self._numbers, *(self._constants[name] for name in names))
+            self._compiled = compiled
 
 
 def layout(*tensors: Tensor | None) -> Hashable:

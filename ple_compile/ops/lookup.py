@@ -161,12 +161,16 @@ def fake(table: Tensor, ids: Tensor) -> Tensor:
     return ids.new_empty((*ids.shape, table.shape[1]), dtype=table.dtype)
 
 
-def check_arguments(table: Tensor, ids: Tensor) -> None:
+def check_table(table: Tensor) -> None:
     if table.dim() != 2 or (table.stride(1) != 1 and table.shape[1] > 1):
         raise ValueError(
             f"lookup: the table has shape {tuple(table.shape)} and strides {table.stride()}; pass [rows, width] with "
             "contiguous rows"
         )
+
+
+def check_arguments(table: Tensor, ids: Tensor) -> None:
+    check_table(table)
     if ids.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"lookup: ids are {ids.dtype}; pass int32 or int64")
     if table.device == ids.device:

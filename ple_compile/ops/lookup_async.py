@@ -9,7 +9,8 @@ a Python attribute, so the wait can hand over that very buffer, without a copy a
 graph-visible input. Its data dependence states the order. Nothing is shared between two flights.
 
 Where both streams are free, the caller's next kernel would win the race for the device, and one that fills it keeps
-the few programs of the fetch waiting: the caller's stream goes on when the side stream has come to the fetch.
+the few programs of the fetch waiting: the caller's stream goes on when the side stream has come to the fetch. (Not
+where another flight is in the air: this fetch comes after that one, for which the caller must not wait.)
 
 Memory and streams: the buffer is allocated on the caller's stream before the fork and released on it after the join.
 The side stream gets the one kernel that takes long, and reads the copy: Inductor may give start and wait a buffer each
@@ -23,6 +24,7 @@ waited for before) fetches the rows itself.
 The CPU does the whole lookup in the start.
 """
 
+import weakref
 from dataclasses import dataclass
 
 import torch
@@ -34,6 +36,8 @@ from ple_compile.ops._library import define
 
 # `torch.Stream` rather than `torch.cuda.Stream`, whose Python layers cost several times as much host time.
 _SIDE_STREAMS: dict[torch.Stream, torch.Stream] = {}
+# The transfer that each side stream was given last.
+_NEWEST: "weakref.WeakValueDictionary[torch.Stream, _Transfer]" = weakref.WeakValueDictionary()
 
 
 @dataclass(eq=False)
@@ -78,9 +82,10 @@ def start_on_cuda(table: Tensor, ids: Tensor) -> Tensor:
     lookup.check_arguments(table, ids)
     rows = lookup.empty_rows(table, ids)
     flight = ids.clone(memory_format=torch.contiguous_format)
-    gather = lookup.prepared(rows, table, flight)
+    gather = lookup.prepared(rows, table, flight.detach())  # the flight itself would hold itself, through its transfer
     main = torch.accelerator.current_stream(ids.device)
     side = _side_stream(main)
+    newest = _NEWEST.get(side)
     side.wait_stream(main)
     forked = side.record_event()
     try:
@@ -89,9 +94,11 @@ def start_on_cuda(table: Tensor, ids: Tensor) -> Tensor:
     except BaseException:
         main.wait_event(side.record_event())  # what was launched by then writes to memory that is freed now
         raise
-    main.wait_event(forked)
+    if newest is None or newest.joined:
+        main.wait_event(forked)
     captured = torch.cuda.is_current_stream_capturing()
-    flight.__dict__["transfer"] = _Transfer(rows, gather, main, side.record_event(), captured)
+    transfer = _Transfer(rows, gather, main, side.record_event(), captured)
+    flight.__dict__["transfer"] = _NEWEST[side] = transfer
     return flight
 
 

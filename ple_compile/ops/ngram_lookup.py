@@ -162,6 +162,7 @@ def run(
     choices: Choices,
 ) -> Tensor:
     rows = fake(table, tokens, context, multipliers, sizes, offsets, eos)
+    lookup_op.check_table(table)
     if table.device != tokens.device:
         raise ValueError(
             f"ngram_lookup: the table is on {table.device} and the tokens on {tokens.device}; for a table in host "

@@ -85,6 +85,22 @@ def test_only_the_gather_runs_on_the_side_stream(
     assert events == ["order"] * ordered + [*FORK, "gather", *JOIN]
 
 
+def test_a_start_does_not_wait_for_an_earlier_flight(events: list[str]) -> None:
+    """The side stream comes to a second fetch after the first one: the caller waits for neither before it must."""
+    table, ids = torch.randn(50, 8), torch.randint(0, 50, (3, 4))
+    start = ["side waits for main", "side records {}", "on side", "gather", "on main", "side records {}"]
+    first = lookup_async.start_on_cuda(table, ids)
+    assert events == [*FORK, "gather", "on main", "main waits for 1 of side", "side records 2"]
+    events.clear()
+    second = lookup_async.start_on_cuda(table, ids)
+    assert events == [event.format(number) for event, number in zip(start, (0, 3, 0, 0, 0, 4))]
+    for flight in (second, first):
+        assert torch.equal(lookup_async.wait_on_cuda(flight, table, ids), table[ids])
+    events.clear()
+    lookup_async.start_on_cuda(table, ids)  # the flight is dropped, and joins
+    assert events[-3:] == ["main waits for 5 of side", "side records 6", "main waits for 6 of side"]
+
+
 def test_nothing_is_launched_for_no_ids(events: list[str]) -> None:
     table, ids = torch.randn(50, 8), torch.zeros(0, 4, dtype=torch.int64)
     flight = lookup_async.start_on_cuda(table, ids)
