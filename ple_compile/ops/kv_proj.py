@@ -43,8 +43,6 @@ def _gemm(x: Tensor, key_weight: Tensor, value_weight: Tensor) -> Tensor:
     if weight is None and merged_weights.why_separate(key_weight, value_weight) is None:
         merged_weights.merge(key_weight, value_weight)
         weight = merged_weights.merged_view(key_weight, value_weight)
-    if weight is not None and not torch.is_grad_enabled():
-        return F.linear(x, weight)
     with torch.no_grad():
         if weight is not None:
             return F.linear(x, weight)
