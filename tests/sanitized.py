@@ -129,11 +129,12 @@ def fill_the_end_of_scalars() -> None:
     """window_kernel reads past the last token, and uses nothing of it: initcheck looks at all but that end."""
     real = gate_conv.take
 
-    def take(steps: Any, out: Tensor, state: Tensor | None, scalars: Tensor | None, *inputs: Tensor | None) -> None:
-        width = inputs[1].shape[-1]
+    def take(
+        steps: Any, out: Tensor, state: Any, scalars: Tensor | None, key: Tensor, value: Tensor, *inputs: Any
+    ) -> None:
         if scalars is not None:
-            scalars[2 * out.numel() // width :] = 0
-        real(steps, out, state, scalars, *inputs)
+            scalars[2 * out.numel() // value.shape[-1] :] = 0
+        real(steps, out, state, scalars, key, value, *inputs)
 
     for module in (gate_conv, packed_gate_conv):
         module.take = take  # type: ignore[attr-defined]

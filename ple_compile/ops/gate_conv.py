@@ -16,7 +16,7 @@ value are read by both; what L2 still holds of them is free), 169 KB if gated an
 """
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -224,12 +224,18 @@ def scalars_size(rows: int, dilation: int, tuning: Tuning) -> int:
 
 
 def scalars_step(inputs: Inputs, tuning: Tuning) -> Step:
-    launch = gate_op.planned(
-        *inputs[:3], inputs.mask, gate_op.epsilons(inputs.eps, inputs.eps_tensors), inputs.gate_dtype, inputs.plain,
-        full=False, rows=tuning.gate_rows, num_warps=tuning.gate_warps, max_registers=tuning.gate_registers,
-        leads=depends(inputs.key.device, tuning),
-    )  # fmt: skip
+    launch = scalars_launch(inputs, inputs.mask, tuning)
     return ROLES.step(launch, "none", "none", "scalars", *Inputs._fields[:6], "mask")
+
+
+def scalars_launch(inputs: Any, mask: Tensor | None, tuning: Tuning) -> Launch:
+    """The first of two launches, of this op's inputs or of packed_gate_conv's."""
+    key, value, hidden = (gate_op.batched(x) for x in inputs[:3])
+    return gate_op.planned(
+        key, value, hidden, mask, gate_op.epsilons(inputs.eps, inputs.eps_tensors), inputs.gate_dtype, inputs.plain,
+        full=False, rows=tuning.gate_rows, num_warps=tuning.gate_warps, max_registers=tuning.gate_registers,
+        leads=depends(key.device, tuning),
+    )  # fmt: skip
 
 
 def depends(device: torch.device, tuning: Tuning) -> bool:

@@ -11,6 +11,7 @@ Bytes moved per token: heads * D elements in, as many out; offsets into the tabl
 
 from typing import NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -161,8 +162,6 @@ def run(
     eos: int,
     choices: Choices,
 ) -> Tensor:
-    rows = fake(table, tokens, context, multipliers, sizes, offsets, eos)
-    lookup_op.check_table(table)
     if table.device != tokens.device:
         raise ValueError(
             f"ngram_lookup: the table is on {table.device} and the tokens on {tokens.device}; for a table in host "
@@ -171,12 +170,13 @@ def run(
     if table.is_cuda and pinning.is_host_memory(table):
         # A view of host memory: few programs, and hot rows from their cache.
         return lookup_op.launch(table, ids_op.launch(tokens, context, multipliers, sizes, offsets, eos))
-    if rows.numel() == 0:
-        return rows
     key = (layout(tokens, context, multipliers, sizes, offsets, table), eos, choices)
-    launch = _LAUNCHES.find(key, planned, table, tokens, context, multipliers, sizes, eos, choices)
-    hashes = (multipliers.contiguous(), sizes.contiguous(), offsets.contiguous())
-    launch(rows, table, tokens, tokens if context is None else context, *hashes)
+    launch = _LAUNCHES.find(key, planned, table, tokens, context, multipliers, sizes, offsets, eos, choices)
+    shape = (*tokens.shape, sizes.shape[0], table.shape[1])
+    rows = torch.empty(shape, dtype=table.dtype, device=tokens.device)
+    if rows.numel():
+        hashes = (multipliers.contiguous(), sizes.contiguous(), offsets.contiguous())
+        launch(rows, table, tokens, tokens if context is None else context, *hashes)
     return rows
 
 
@@ -189,9 +189,12 @@ def planned(
     context: Tensor | None,
     multipliers: Tensor,
     sizes: Tensor,
+    offsets: Tensor,
     eos: int,
     choices: Choices,
 ) -> Launch:
+    ids_op._check(tokens, context, multipliers, sizes, offsets)
+    lookup_op.check_table(table)
     num_ids = tokens.numel() * sizes.numel()
     word = word_type(table)
     row_words = in_words(table.shape[1], table, word)

@@ -30,7 +30,7 @@ from ple_compile.ops._packed_gate_conv_kernels import columns_kernel, decode_ker
 from ple_compile.ops._rounding import TRITON_DTYPE
 from ple_compile.ops._sizes import cdiv, next_power_of_2
 from ple_compile.ops._tiles import row_parts, vector_size
-from ple_compile.ops.gate_conv import Tuning, aligned, depends, scalars_size, tuned, turns_of
+from ple_compile.ops.gate_conv import Tuning, aligned, depends, scalars_launch, scalars_size, tuned, turns_of
 
 # Decoding knows one or two launches (gate_conv's `few_rows` says which is faster). They are right for any batch with as
 # many tokens as requests, and slow for requests of many tokens in it, which they walk through one by one; telling those
@@ -168,12 +168,7 @@ def prepared(inputs: Inputs) -> Inputs:
 
 
 def scalars_step(inputs: Inputs, tuning: Tuning) -> Step:
-    key, value, hidden = (gate_op.batched(x) for x in inputs[:3])
-    launch = gate_op.planned(
-        key, value, hidden, None, gate_op.epsilons(inputs.eps, inputs.eps_tensors), inputs.gate_dtype, inputs.plain,
-        full=False, rows=tuning.gate_rows, num_warps=tuning.gate_warps, max_registers=tuning.gate_registers,
-        leads=depends(inputs.key.device, tuning),
-    )  # fmt: skip
+    launch = scalars_launch(inputs, None, tuning)
     return ROLES.step(launch, "none", "none", "scalars", *Inputs._fields[:6], "none")
 
 
